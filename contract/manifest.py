@@ -239,6 +239,11 @@ class Manifest(Strict, frozen=True):
         }
 
     @property
+    def model_names(self) -> dict[str, str]:
+        """The models' names in messages, by role."""
+        return {"target": "target"} | {method.role: method.draft_name for method in self.methods}
+
+    @property
     def has_states(self) -> bool:
         """Whether a model has layers without attention."""
         return any(model.states for model in self.models.values())

@@ -131,6 +131,11 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Checks options against each other."""
 
 
+def dashed(name: str) -> str:
+    """The flag of an option: ``--batch-size`` for ``batch_size``."""
+    return f"--{name.replace('_', '-')}"
+
+
 def checked(kind: type[Options], values: Mapping[str, Any], spelled: Callable[[str], str] = str) -> dict[str, Any]:
     """Values of options, converted to their types; ``spelled`` returns an option's name for an error.
 

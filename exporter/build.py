@@ -51,9 +51,9 @@ def build(
     no partial bundle.
 
     Args:
-        options: what to build.
-        progress: see :data:`~specexport.exporter.build_state.Progress`.
-        compiled: called with the report of compiling engines, if any are compiled.
+        options: the options of the build.
+        progress: reports progress, if given.
+        compiled: called with the report on the engines, if any are compiled.
 
     Returns:
         The bundle's folder.
@@ -66,7 +66,7 @@ def build(
     options = for_checkpoint(options)
     require_blocks(msgspec.structs.asdict(options), options.methods)
     if options.engines is not None and options.engines.backend in COMPILERS:
-        library = load_library(options.engines.backend)  # first, as a build takes long
+        library = load_library(options.engines.backend)  # fails before the long build rather than after it
         if options.tensor_parallel > 1:
             require_collectives(library, options.engines.compute_capability)
     with written_beside(options.output, overwrite=options.overwrite, resume=options.resume) as folder:
@@ -102,16 +102,16 @@ def check_methods(build: Build) -> None:
     for method in build.options.methods:
         role = method_type(method.name).role
         if role and (other := writers.setdefault(role, method.name)) != method.name:
-            raise BuildError(f"{other!r} and {method.name!r} both have a {role}; a bundle has one, so ask for one")
+            raise BuildError(f"{other!r} and {method.name!r} both have a {role}; choose one of these methods")
     for method in build.options.methods:
         exporter_of(method).check(method, build.source, build.tokenizer.tokenizer)
 
 
 def write_drafts(build: Build, records: Records) -> tuple[Method, ...]:
-    """Loads, checks, traces and writes the methods' own models; returns the methods with them."""
+    """Builds the methods' own models; returns the methods with them."""
     methods: list[Method] = []
     for method in build.plan.methods:
-        if method.role and method.draft is None:  # else it was written with the target
+        if method.role and method.draft is None:  # otherwise it was written with the target
             export = exporter_of(method).export
             method = records.run(method.role, Method, functools.partial(export, method, build))
         methods.append(method)
@@ -159,7 +159,7 @@ def describe_bundle(
     program: tuple[ProgramGraph, ...],
     recorded: Sequence[FileEntry],
 ) -> Manifest:
-    """Writes the manifest; ``recorded`` are entries of files that are already hashed."""
+    """Writes the manifest and returns it; ``recorded`` holds the entries of files that are already hashed."""
     from specexport import __version__
 
     options, plan, tokenizer, target = build.options, build.plan, build.tokenizer, build.target

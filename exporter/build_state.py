@@ -26,7 +26,7 @@ TEXT_DRAFT_TOKENS = (2, 4, 8)
 
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of a step, the amount done and the total."""
+"""A function of a step's name, the amount done and the total."""
 
 
 @contextmanager
@@ -41,12 +41,12 @@ class BuildPlan(Strict, frozen=True):
     """The trees and shapes of a bundle.
 
     Attributes:
-        methods: with their trees, the default method first.
+        methods: the methods with their trees, the default method first.
         widths: T of plain and verify steps, ascending.
         chains: draft tokens of the shorter chains that a full batch may fall back to.
         batches: B of the graphs, ascending.
         caches: S of the graphs, ascending.
-        max_seq_len: longest sequence, in tokens.
+        max_seq_len: the longest sequence, in tokens.
     """
 
     methods: tuple[Method, ...]
@@ -97,7 +97,7 @@ class BuildPlan(Strict, frozen=True):
         return self.at_caches([*runs, (1, PREFILL_CHUNK, 0, 1)])
 
     def depths(self, method: Method) -> list[int]:
-        """The numbers of draft tokens that a method's graph may be asked for, ascending."""
+        """The numbers of draft tokens that a method's graph is built for, ascending."""
         deep = {tree.depth for tree in method.token_trees()}
         return [depth for depth in sorted({*deep, *self.chains}) if depth <= max(deep)]
 
@@ -113,10 +113,10 @@ class BuildPlan(Strict, frozen=True):
 
 
 class WrittenTarget(Strict, frozen=True):
-    """The result of writing the target.
+    """The target as it was written.
 
     Attributes:
-        plan: of the whole build; its methods include the models that were written with the target.
+        plan: the plan of the whole build; its methods include the models that were written with the target.
     """
 
     model: Model
@@ -127,13 +127,13 @@ class WrittenTarget(Strict, frozen=True):
 
 @dataclass
 class Build:
-    """A build, as its steps and methods see it.
+    """The state of a build, which its steps and methods share.
 
     Attributes:
         folder: the bundle's folder while it is written.
         source: the folder of the target's checkpoint.
-        tokenizer: of the target.
-        target: set once it is written.
+        tokenizer: the target's tokenizer.
+        target: the target, once it is written.
     """
 
     options: BuildOptions
@@ -154,7 +154,7 @@ class Build:
 
     @property
     def max_positions(self) -> int:
-        """Longest text that the target was trained for, in tokens."""
+        """The longest text that the target supports, in tokens."""
         return self.target.model.max_positions
 
     def during(self, title: str) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Rounds a model's matrices to four bits in one pass over a text, so that their products change least (GPTQ)."""
+"""GPTQ: rounds a model's matrices to four bits such that their products over a calibration text change least."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ from specexport.exporter.checkpoints.stored import (
 )
 from specexport.exporter.external_data import pack_int4, unpack_int4
 from specexport.exporter.quantize import (
+    MAX_INT4,
+    MIN_INT4,
     RoundedTensor,
     RoundingError,
     block_for,
@@ -41,17 +43,16 @@ from specexport.exporter.quantize import (
 )
 
 _WINDOW = 256
-LEAST_TOKENS = _WINDOW
-"""Minimum number of tokens of calibration data; fitted to fewer, matrices are rounded worse than without data."""
+MIN_TOKENS = _WINDOW
+"""Minimum number of tokens of calibration data; with fewer, matrices are rounded worse than without data."""
 _TOKENS = 4096
 _MAX_PRODUCTS = 1 << 44
-"""Maximum number of multiplications of the pass over the text, some minutes on two cores; large models read less."""
+"""Maximum number of multiplications of the pass over the text, a few minutes on two cores; large models read less."""
 _DAMPING = 0.01
-"""Share of the mean diagonal that is added to the products of inputs, as few tokens leave many of them near zero."""
+"""Share of the mean diagonal that is added to the diagonal of ``x.T @ x``, which is mostly near zero for few tokens."""
 _COLUMNS = 128
 """Number of inputs that compensate for each other's errors one by one, before one product corrects all later inputs."""
-_LEAST, _LARGEST = -8, 7
-_SMALLEST = 1 << 13
+_MIN_SIZE = 1 << 13
 """Matrices of at most this many numbers are rounded without a text, as cached traces may contain them
 (:mod:`specexport.exporter.trace_cache`)."""
 _MAX_FILE = 1 << 26
@@ -61,7 +62,7 @@ def calibration_text(path: Path | None) -> str:
     """The text to calibrate with: a file of text, or JSON lines with ``text`` or ``messages``; None for the default.
 
     Raises:
-        BuildError: there is no such file, or nothing in it.
+        BuildError: the file is missing, unreadable or empty.
     """
     if path is None:
         return resources.files("specexport.exporter").joinpath("texts/calibration.txt").read_text(encoding="utf-8")
@@ -72,7 +73,7 @@ def calibration_text(path: Path | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BuildError(f"{path}: {reason}; expected text or JSON lines (calibration_data)") from error
-    if path.suffix == ".jsonl":  # whose texts may hold other line ends
+    if path.suffix == ".jsonl":  # not splitlines(), as JSON strings may hold other line ends
         lines = [(at, line) for at, line in enumerate(text.split("\n"), 1) if line.strip()]
         text = "\n\n".join(_text_of(path, at, line) for at, line in lines)
     if not text.strip():
@@ -100,16 +101,16 @@ def _text_of(path: Path, at: int, line: str) -> str:
 
 
 def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, progress: Progress) -> Checkpoint:
-    """Rounds a checkpoint's matrices, each for its inputs over a text that the already rounded matrices have read.
+    """Rounds a checkpoint's matrices, each for the inputs that it gets from the matrices rounded before it.
 
     Large matrices are read one at a time, and kept as integers. Embeddings, the head and the down projections chosen by
-    :func:`_int8_matrices` are in int8.
+    :func:`_int8_matrices` get int8, all others int4.
 
     Args:
         checkpoint: unchanged, except that its parameters become stand-ins for the rounded matrices.
-        tokens: of the text.
-        block_size: weights that share a scale.
-        progress: called as matrices are done.
+        tokens: the text's tokens.
+        block_size: number of weights that share a scale.
+        progress: called after each matrix.
 
     Returns:
         The checkpoint with the rounded matrices among its tensors.
@@ -125,7 +126,7 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
         if isinstance(module, nn.Linear)
         and id(module.weight) in names
         and id(module.weight) not in tables
-        and module.weight.numel() > _SMALLEST
+        and module.weight.numel() > _MIN_SIZE
         and not isinstance(checkpoint.tensors.get(names[id(module.weight)]), QuantizedTensor)
         and block_for(module.in_features, block_size) is not None
     }
@@ -138,8 +139,8 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
             rounded[name] = _int8(name, head.weight, read_parameter(head.weight).float(), block)
     if count and matrices:
         rows = np.array(tokens[: count * length], np.int64).clip(max=checkpoint.input_vocab - 1)
-        wide = _int8_matrices(checkpoint, matrices, block_size)
-        calibration = _Calibration(matrices, wide, block_size, rounded, progress)
+        int8 = _int8_matrices(checkpoint, matrices, block_size)
+        calibration = _Calibration(matrices, int8, block_size, rounded, progress)
         with torch.no_grad(), quiet(), plain_transformers(model), read_weights(model), calibration.rounding():
             model.base_model(torch.from_numpy(rows.reshape(count, length)), use_cache=False)
     parameters = dict(model.named_parameters())
@@ -149,10 +150,10 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
 
 
 def _int8_matrices(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: int) -> set[str]:
-    """The matrices to store in int8: down projections, whose inputs vary most between tokens.
+    """The names of the matrices to store in int8: down projections, whose inputs vary most between tokens.
 
-    As many as make the model no larger than llama.cpp's Q4_K_M, which has more bits for them, too: first those of the
-    first and last layers, then every third, then the others.
+    The model must not become larger than llama.cpp's Q4_K_M, which also gives them more bits. Down projections of the
+    first and last layers are chosen first, then every third, then the others.
     """
     model = checkpoint.model
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -167,11 +168,11 @@ def _int8_matrices(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block
     six_bit = set(first + third)
     sizes = {name: matrix.weight.numel() for name, matrix in matrices.items()}
     spare = head.numel() * (_q4_k_m(head.shape[1], six_bit=True) - 8 - 16 / block_size)
-    if table is not head:  # then llama.cpp gives the embedding no more bits than others
+    if table is not head:  # llama.cpp then treats the embedding like any other matrix
         spare += table.numel() * (_q4_k_m(table.shape[1], six_bit=False) - 8 - 16 / block_size)
     for name, matrix in matrices.items():
-        wider = name in down and down.index(name) in six_bit
-        spare += sizes[name] * (_q4_k_m(matrix.in_features, six_bit=wider) - 4 - 20 / block_size)
+        in_six_bits = name in down and down.index(name) in six_bit
+        spare += sizes[name] * (_q4_k_m(matrix.in_features, six_bit=in_six_bits) - 4 - 20 / block_size)
     int8 = set[str]()
     for at in order:
         name = down[at]
@@ -182,7 +183,7 @@ def _int8_matrices(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block
 
 
 def _q4_k_m(depth: int, *, six_bit: bool) -> float:
-    """Bits of a weight in llama.cpp's Q4_K_M: Q6_K or Q4_K; where blocks of 256 do not divide a row, Q8_0 or Q5_0."""
+    """Bits per weight in llama.cpp's Q4_K_M: Q6_K or Q4_K, or Q8_0 or Q5_0 if blocks of 256 do not fit a row."""
     if depth % 256:
         return 8.5 if six_bit else 5.5
     return 6.5625 if six_bit else 4.5
@@ -190,19 +191,25 @@ def _q4_k_m(depth: int, *, six_bit: bool) -> float:
 
 @dataclass
 class _Calibration:
-    """The matrices, and the rounded ones of those that the pass has reached."""
+    """The state of a pass over the text.
+
+    Attributes:
+        matrices: all matrices to round, by name.
+        int8: the names of those that get int8.
+        rounded: the matrices rounded so far.
+    """
 
     matrices: dict[str, nn.Linear]
-    wide: set[str]
+    int8: set[str]
     block_size: int
     rounded: dict[str, RoundedTensor]
     progress: Progress
     _read: tuple[torch.Tensor | None, InputFactor | None] = (None, None)
-    """The input that was multiplied last, and its factor, which queries, keys and values share."""
+    """The last input and its factor: the projections of queries, keys and values read the same input."""
 
     @contextlib.contextmanager
     def rounding(self) -> Iterator[None]:
-        """While active, a matrix that is multiplied is rounded first."""
+        """Context in which each matrix is rounded before its first product."""
         handles = []
         for name, module in self.matrices.items():
             weight = module._parameters["weight"]
@@ -227,27 +234,27 @@ class _Calibration:
     def _round(self, name: str, module: nn.Linear, x: torch.Tensor) -> None:
         weight, block = module.weight.detach().float(), block_for(module.in_features, self.block_size)
         assert block is not None
-        if name in self.wide:
+        if name in self.int8:
             self.rounded[name] = _int8(name, module.weight, weight, block)
         else:
             seen, factor = self._read
             if seen is not x or factor is None:
                 del factor
-                self._read = None, None  # frees the last one before the next is computed
+                self._read = None, None  # frees the last factor before the next is computed
                 factor = InputFactor.of(x.reshape(-1, x.shape[-1]).float())
                 self._read = x, factor
             self.rounded[name] = gptq(name, weight, factor, block)
-        self.progress("rounding the target for a text", len(self.rounded), len(self.matrices))
+        self.progress("calibrating the target", len(self.rounded), len(self.matrices))
 
 
 @dataclass(frozen=True)
 class InputFactor:
-    """What rounding needs to know about inputs ``x[T,K]``: of the products ``x.T @ x``, damped.
+    """Statistics of inputs ``x[T,K]``, from the damped products ``x.T @ x``.
 
     Attributes:
-        energy: their diagonal ``[K]``.
-        order: inputs, the largest first.
-        factor: upper Cholesky factor of their inverse ``[K,K]``, rows and columns in that order.
+        energy: the diagonal of the products, ``[K]``.
+        order: the indices of the inputs by descending energy, int64 ``[K]``.
+        factor: the upper Cholesky factor of the inverse, ``[K,K]``, with rows and columns in that order.
     """
 
     energy: torch.Tensor
@@ -256,14 +263,14 @@ class InputFactor:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> InputFactor:
-        """Of inputs in fp32.
+        """The statistics of inputs in fp32.
 
-        Backwards, the products are ``L @ L.T``; so their inverse is ``U.T @ U`` where ``U`` is the inverse of ``L``
-        turned around, and neither they nor the inverse are needed in memory beside it.
+        With rows and columns reversed, the products are ``L @ L.T``, so their inverse is ``U.T @ U`` where ``U`` is the
+        inverse of the reversed ``L``. No further ``[K,K]`` matrix is in memory.
         """
         products = x.T @ x
         diagonal = products.diagonal()
-        diagonal[diagonal == 0] = 1.0  # inputs that are always 0, whose weights change nothing
+        diagonal[diagonal == 0] = 1.0  # these inputs are always 0, so their weights have no effect
         diagonal += _DAMPING * diagonal.mean()
         energy = diagonal.clone()
         order = torch.argsort(energy, descending=True)
@@ -277,41 +284,39 @@ class InputFactor:
 
 
 def gptq(name: str, weight: torch.Tensor, inputs: InputFactor, block: int) -> RoundedTensor:
-    """Rounds a matrix ``[N,K]`` one input after another, the largest first; the others compensate for its error.
+    """Rounds the weights ``[N,K]`` input by input, the largest first; those of later inputs compensate for the errors.
 
     Frantar et al., "GPTQ: Accurate post-training quantization for generative pre-trained transformers" (2023). Scales
-    and zero points are fitted beforehand, errors weighed by the inputs' energy.
+    and zero points are fitted beforehand, with errors weighted by the inputs' energy.
     """
     energy, order, factor = inputs.energy, inputs.order, inputs.factor
     outputs, depth = weight.shape
     blocks = weight.reshape(outputs, depth // block, block)
-    scale, zero = fit_scales(
-        blocks, 2, _LEAST, _LARGEST, zero_points=True, weight=energy.reshape(1, depth // block, block)
-    )
+    scale, zero = fit_scales(blocks, 2, zero_points=True, weight=energy.reshape(1, depth // block, block))
     scale, zero = scale[:, :, 0].T.contiguous(), zero[:, :, 0].T.contiguous()  # [K/block,N]
-    scale[scale == 0] = 1.0  # a block of zeros, which compensation may change
-    weights_left = weight.T[order].contiguous()  # [K,N]
+    scale[scale == 0] = 1.0  # compensation may change a block of zeros
+    remaining = weight.T[order].contiguous()  # [K,N]
     integers = torch.empty(depth, outputs, dtype=torch.int8)
     for start in range(0, depth, _COLUMNS):
         end = min(depth, start + _COLUMNS)
         errors = torch.empty(end - start, outputs)
         for at in range(start, end):
             group = int(order[at]) // block
-            number = to_integers(weights_left[at], scale[group], zero[group], _LEAST, _LARGEST)
+            number = to_integers(remaining[at], scale[group], zero[group], MIN_INT4, MAX_INT4)
             integers[order[at]] = number.to(torch.int8)
-            error = (weights_left[at] - (number - zero[group]) * scale[group]) / factor[at, at]
+            error = (remaining[at] - (number - zero[group]) * scale[group]) / factor[at, at]
             errors[at - start] = error
-            weights_left[at + 1 : end].addcmul_(factor[at, at + 1 : end, None], error, value=-1)
-        weights_left[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
-    return _tensor(name, weight, "int4", block, integers.numpy(), scale.numpy(), zero.to(torch.int8).numpy())
+            remaining[at + 1 : end].addcmul_(factor[at, at + 1 : end, None], error, value=-1)
+        remaining[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+    return _rounded_tensor(name, weight, "int4", block, integers.numpy(), scale.numpy(), zero.to(torch.int8).numpy())
 
 
 def _int8(name: str, parameter: torch.Tensor, weight: torch.Tensor, block: int) -> RoundedTensor:
     blocks = quantize_blocks(weight.T.numpy(), 0, block, 127)
-    return _tensor(name, weight, "int8", block, blocks.integers, blocks.scale, None)
+    return _rounded_tensor(name, weight, "int8", block, blocks.integers, blocks.scale, None)
 
 
-def _tensor(
+def _rounded_tensor(
     name: str,
     weight: torch.Tensor,
     kind: Kind,
@@ -320,10 +325,10 @@ def _tensor(
     scale: npt.NDArray[np.float32],
     zero: npt.NDArray[np.int8] | None,
 ) -> RoundedTensor:
-    """A matrix ``[N,K]`` that was rounded, from integers ``[K,N]``, which are kept as a file would hold them."""
+    """A rounded matrix ``[N,K]``, from integers ``[K,N]``, which are packed as in a file."""
     shape = integers.shape
     stored: npt.NDArray[Any] = pack_int4(integers) if kind == "int4" else integers
-    scale = np.where(scale == 0, np.float32(1), scale)  # then its weights are 0 at any scale
+    scale = np.where(scale == 0, np.float32(1), scale)  # the block's integers are 0, so any scale will do
 
     def read() -> torch.Tensor:
         numbers = unpack_int4(stored, shape) if kind == "int4" else stored

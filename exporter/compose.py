@@ -1,4 +1,4 @@
-"""Builds the propose graph from a traced draft pass: a loop of K passes, after which their cache rows are written."""
+"""Builds the propose graph from a traced draft pass: a loop of K passes, then the writes to the cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from specexport.exporter.passes.editing import constant
 
 _INT64, _FLOAT, _BOOL = ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.BOOL
 _MAX_CONSTANT = 1024
-"""Elements; larger constants are weights, and stay in the loop's body."""
+"""Maximum number of elements of a constant; larger constants are weights, which stay in the loop's body."""
 _FUSED = frozenset({"Transpose"})
-"""ONNX Runtime fuses these into the product that follows, which is cheaper than a copy before the loop."""
+"""Operators that ONNX Runtime fuses into the following product, which is cheaper than a copy before the loop."""
 
 
 def propose_graph(
@@ -29,18 +29,18 @@ def propose_graph(
 ) -> ir.Model:
     """Builds the propose graph around one pass of the draft.
 
-    The pass becomes the body of an ONNX Loop, and its weights stay there: ONNX Runtime fuses a dequantization only if
-    one node reads it, and packs weights once per node, so each of several unrolled passes would hold (and dequantize) a
-    copy of its own. The first pass reads T tokens, later ones the token just drawn. Cache rows are carried from pass to
-    pass and written once at the end, since only a TensorScatter from a graph input to a graph output works in place;
-    the portable lowering returns the rows instead. Both graphs are consumed.
+    The pass becomes the body of an ONNX Loop, which holds the weights. Unrolled passes would each hold and dequantize a
+    copy: ONNX Runtime fuses a dequantization only if a single node reads it, and packs weights once per node. The first
+    pass reads T tokens, later passes read the token just drawn. Cache rows are carried from pass to pass and written
+    once at the end, since only a TensorScatter from a graph input to a graph output works in place; the portable
+    lowering returns the rows instead. Both graphs are consumed.
 
     Args:
-        draft_pass: outputs the token, q, other inputs of the next pass, and its rows.
+        draft_pass: outputs the token, q, further inputs of the next pass, and its rows.
         shapes: the layers of its cache.
-        lowering: see :data:`~specexport.contract.model.LoweredAs`.
-        start: computes the other inputs of the first pass, by name, from inputs of the propose graph; None if only
-            tokens and rows are passed on. The propose graph returns the first of these values after the last pass.
+        lowering: the lowering of attention.
+        start: computes the further inputs of the first pass, by name, from inputs of the propose graph; None if passes
+            have only tokens and rows as inputs. The propose graph returns the first of these after the last pass.
     """
     layers = len(shapes)
     pass_inputs = draft_pass.graph.inputs
@@ -63,7 +63,7 @@ def propose_graph(
 
     tape = Tape(graph)
     batch = tape.op("Shape", [inputs[tensors.PAST_LENGTH]], output=ir.val("batch"))
-    first = []  # carried into the first pass: no rows, and the states from the graph's inputs
+    first = []  # values carried into the first pass: no rows, and the states from the graph's inputs
     for name, shape in carried.items():
         if (at_first := name.replace("row.", "past_", 1)).startswith("past_state."):
             first.append(inputs[at_first])
@@ -109,7 +109,7 @@ def _value(tensor: Tensor) -> ir.Value:
 
 
 def _prepend(start: ir.Graph, graph: ir.Graph, body: ir.Graph, inputs: dict[str, ir.Value]) -> None:
-    """Moves the nodes and weights of a graph into the graph around a loop, under names that the body does not use."""
+    """Moves the nodes and weights of ``start`` into the graph around a loop, under names that the body does not use."""
     nodes, weights = list(start), list(start.initializers.values())
     used = {value.name for node in body for value in node.outputs} | {value.name for value in body.inputs}
     used |= body.initializers.keys()
@@ -129,7 +129,7 @@ def _prepend(start: ir.Graph, graph: ir.Graph, body: ir.Graph, inputs: dict[str,
 
 
 def _loop_body(body: ir.Graph, outer: dict[str, ir.Value], start_values: list[str], drafted: list[str]) -> ir.Graph:
-    """Turns a pass's graph into the body of a Loop, which reads its constant inputs from the outer graph."""
+    """Turns a pass's graph into the body of a Loop, which reads the inputs that do not change from the outer graph."""
     named = {str(value.name): value for value in body.inputs}
     last_row, uniform = named[tensors.LAST_ROW], named[tensors.UNIFORM]
     read = [named[tensors.INPUT_IDS], last_row]
@@ -171,8 +171,8 @@ def _loop_outputs(body: ir.Graph, drafted: list[str]) -> list[ir.Value]:
 def hoist_invariants(graph: ir.Graph, loop: ir.Node) -> None:
     """Moves nodes of a loop's body before the loop if they depend only on the graph around it.
 
-    Nodes that depend on constants alone stay, as those are weights, which a backend packs where they are multiplied. So
-    do nodes with subgraphs, which may read values of a pass that are not among their inputs.
+    Nodes that depend on constants alone stay: they are weights, which a backend packs where they are multiplied. Nodes
+    with subgraphs stay too, as these may read values of a pass that are not among the node's inputs.
     """
     body = loop.attributes["body"].as_graph()
     constants = {value: value.const_value for value in body.initializers.values() if value.const_value is not None}

@@ -1,4 +1,4 @@
-"""How the nodes of a graph read its weights, and the nodes that dequantize a stored matrix."""
+"""The roles in which nodes read weights, and the nodes that dequantize a stored matrix."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import onnx_ir as ir
 from specexport.exporter.passes.editing import constant, op, producer, replace_value
 
 Role = Literal["matmul", "lookup", "experts", "tied", "other"]
-"""How nodes read a matrix: multiply by it, look up rows, gather experts, or multiply by its transpose (a tied head)."""
+"""The use of a matrix: a product, a look-up of rows, a gather of experts, a product with its transpose (tied heads)."""
 GATHERED = ("lookup", "experts")
-"""Roles of matrices whose rows are gathered."""
+"""Roles in which rows, or experts, are gathered from the matrix."""
 
 
 def role_of(node: ir.Node, index: int) -> Role:
-    """How a node reads an initializer, its input of this index."""
+    """The role in which a node reads an initializer as its input of this index."""
     if node.op_type == "MatMul" and index == 1:
         return "matmul"
     axis = node.attributes.get("axis")
@@ -37,7 +37,7 @@ def gathers_experts(node: ir.Node, rank: int) -> bool:
 
 
 def _gathered_from(node: ir.Node) -> int | None:
-    """The number of experts in the stack that a node gathers from: in fp32, in blocks, or in 16 bits behind a Cast."""
+    """The number of experts in the stack that a node gathers from, stored in fp32, in blocks or in 16 bits."""
     stack, ids = node.inputs[:2] if node.op_type == "Gather" else (None, None)
     cast = producer(stack, "Cast")
     stored = stack if cast is None else cast.inputs[0]
@@ -48,9 +48,9 @@ def _gathered_from(node: ir.Node) -> int | None:
 
 
 def routers(graph: ir.Graph) -> set[ir.Value]:
-    """The matrices whose products choose experts, which stay in fp32, as other experts might be chosen.
+    """The matrices whose products choose experts; they stay in fp32, as rounding might choose other experts.
 
-    They are the last matrices that experts' indices are computed from, and have a column for each expert.
+    They are the last matrices on the paths to the experts' indices, and have a column for each expert.
     """
     matrices: set[ir.Value] = set()
     experts_by_index: dict[ir.Value | None, int] = {}
@@ -81,8 +81,8 @@ class StoredFactors:
     """Scales or offsets as initializers; see :class:`~specexport.exporter.checkpoints.stored.Factors`.
 
     Attributes:
-        coarse: fp32 or fp16 ``[G,N]``, or ``[S,1,N]`` with fine ones; ``[V,S]`` for rows that are looked up.
-        fine: int8 ``[S,G/S,N]``; ``[V,G]`` for rows that are looked up.
+        coarse: fp32 or fp16 ``[G,N]``, or ``[S,1,N]`` if there are fine factors; ``[V,S]`` for look-ups.
+        fine: int8 ``[S,G/S,N]``; ``[V,G]`` for look-ups.
     """
 
     coarse: ir.Value
@@ -94,13 +94,13 @@ class StoredMatrix:
     """Integers and their scales, as initializers of a graph.
 
     Attributes:
-        name: prefix of the names of values computed from it.
-        numbers: ``[K,N]``, or ``[N,K]`` if ``by_rows``; for rows and experts see :func:`dequantize_lookup`.
-        scale: of each block or column.
-        zero: shaped like the scales, of the integers' type.
-        offset: shaped like the scales.
-        block: neighbours along the summed axis that share a scale; None for one scale per column.
-        by_rows: whether it is stored transposed.
+        name: prefix of the names of values computed from the matrix.
+        numbers: integers ``[K,N]``, or ``[N,K]`` if ``by_rows``; others for :func:`dequantize_lookup`.
+        scale: the scales of blocks or columns.
+        zero: zero points, shaped like the scales, of the integers' type.
+        offset: offsets, shaped like the scales.
+        block: number of neighbours along the summed axis that share a scale; None for one scale per column.
+        by_rows: whether the matrix is stored transposed.
     """
 
     name: str
@@ -131,7 +131,7 @@ class _Nodes:
         return self.op("Cast", [value], name, to=ir.DataType.FLOAT.value)
 
     def factors(self, stored: StoredFactors, name: str, *, transposed: bool) -> ir.Value:
-        """``[G,N]`` in fp32, computed from constants only, so that compilers can fold it."""
+        """The factors ``[G,N]`` in fp32, computed from constants only, so that compilers can fold them."""
         product = self.wide(stored.coarse, f"{name}.coarse_wide")
         if stored.fine is not None:
             product = self.op("Mul", [self.wide(stored.fine, f"{name}.fine_wide"), product], f"{name}.products")
@@ -156,13 +156,13 @@ class _Nodes:
 def dequantize_product(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) -> None:
     """Makes a product, ``MatMul(x, W)``, read a stored matrix.
 
-    A whole block has one offset, so a separate product multiplies the sums of blocks of ``x`` by the offsets, and
-    compilers still fuse the product of the integers.
+    All weights of a block have the same offset. So a separate product multiplies the sums of blocks of ``x`` by the
+    offsets, and compilers can still fuse the product of the integers.
     """
     nodes = _Nodes(graph, matrix.name)
     numbers, axis = matrix.numbers, {"axis": 1} if matrix.block is None else {"axis": 0, "block_size": matrix.block}
     if matrix.by_rows:
-        # A transposed constant: compilers fold it.
+        # Compilers fold the transposition of a constant.
         numbers = nodes.op("Transpose", [numbers], "transposed", perm=[1, 0])
     scale = nodes.factors(matrix.scale, "scale", transposed=matrix.by_rows)
     zero = [] if matrix.zero is None else [matrix.zero]
@@ -186,13 +186,13 @@ def dequantize_product(graph: ir.Graph, matrix: StoredMatrix, product: ir.Node) 
 
 
 def dequantize_lookup(graph: ir.Graph, gather: ir.Node, matrix: StoredMatrix, *, pairs: bool) -> ir.Value:
-    """Gathers integers and scales, and multiplies only the gathered ones.
+    """Gathers integers and their scales, and multiplies them; returns the product.
 
     Ids ``[B,T]`` gather rows ``[B,T,H]`` of integers ``[V,H/block,block]``; ids ``[L]`` gather experts ``[L,K,N]`` of
     integers ``[E,K/block,block,N]``, or of pairs of four-bit integers ``[E,K/block,block/2,N]``
     (:func:`~specexport.exporter.external_data.pair_int4`), with scales ``[E,K/block,1,N]``.
 
-    There is no DequantizeLinear, as ONNX Runtime's does not support blocks of int8 on GPUs.
+    DequantizeLinear is not used, as ONNX Runtime's does not support blocks of int8 on GPUs.
     """
     nodes, ids = _Nodes(graph, matrix.name), gather.inputs[1]
     assert ids is not None

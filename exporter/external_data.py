@@ -1,4 +1,4 @@
-"""Files of ONNX external data, and packing of four-bit integers. Imports no torch."""
+"""Files of ONNX external data, and the packing of four-bit integers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 INLINE_BYTES = 1024
-"""Smaller constants stay in the graph: shapes, axes, scales of one element."""
+"""Constants up to this size stay in the graph: shapes, axes, scales of one element."""
 Chunks = Iterator[npt.NDArray[np.generic]]
 _ALIGN = 4096
 
 
 class DataFile:
-    """An open file of ONNX external data, with every tensor on a page boundary, so that it can be memory-mapped.
+    """An open file of ONNX external data; each tensor begins on a page boundary, so that it can be memory-mapped.
 
     Args:
         path: the file; graphs that refer to it must lie in the same folder.
@@ -40,7 +40,7 @@ class DataFile:
         self._file.close()
 
     def write(self, name: str, dtype: ir.DataType, shape: tuple[int, ...], chunks: Chunks) -> ir.ExternalTensor:
-        """Appends a tensor, given as consecutive chunks of its bytes; equal content is stored once."""
+        """Appends a tensor from consecutive chunks of its content; equal content is stored once."""
         end = self._file.tell()
         self._file.write(b"\0" * (-end % _ALIGN))
         start = self._file.tell()

@@ -1,8 +1,8 @@
-"""Skips steps of ``torch.onnx.export`` that change nothing: reading its translations again, decomposing a program, and
-running it again to promote types.
+"""Skips steps of ``torch.onnx.export`` that change nothing for our modules.
 
-Decomposing traces the whole program once more, which takes a third of a trace's time, although nearly all operators of
-a transformer have translations of their own.
+For every export, torch reads its translations, decomposes the program, and runs it to promote types. Decomposing traces
+the whole program a second time and takes a third of an export's time, although nearly all operators of a transformer
+have translations of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SAME: dict[Any, Any] = {
     _ATEN.reshape.default: _ATEN.view.default,
     _ATEN.square.default: _ATEN.pow.Tensor_Scalar,
 }
-"""Operators and what they decompose to."""
+"""Operators, with the operators that they decompose to."""
 _WHOLE = (_ATEN.chunk.default, _ATEN.flatten.using_ints, _ATEN.narrow.default, _ATEN.unflatten.int)
 """Composite operators with a good translation."""
 _CONVERTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout)
@@ -43,8 +43,8 @@ _Promotion: Any = type_promotion._TypePromotionInterpreter
 def fast_trace() -> Iterator[None]:
     """Context in which ``torch.onnx.export`` decomposes only programs that it could not translate otherwise.
 
-    To promote types, it runs only operators with a promotion rule, as the results of others are known. Translations are
-    read once per process, which takes a second.
+    To promote types, it runs only the operators with a promotion rule; the results of the others are known. It reads
+    translations, which takes a second, once per process.
     """
     decompose, run_node = _Passes.decompose_with_registry, _Promotion.run_node
     from_torchlib = vars(_Registry)["from_torchlib"]
@@ -91,7 +91,7 @@ def _known_registry(opset_version: int) -> Any:
 
 
 def _stays(node: torch.fx.Node, registry: Any, composites: Container[Any]) -> bool:
-    """Whether decomposing a node would do what :func:`_lower` does; ``composites`` are not decomposed."""
+    """Whether decomposing a node would do the same as :func:`_lower`; ``composites`` are not decomposed."""
     target = _SAME.get(node.target, node.target)
     if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and _writes_unaliased(node):
         target = _functional(target)
@@ -127,7 +127,7 @@ def _writes_unaliased(node: torch.fx.Node) -> bool:
 
 
 def _is_unaliased(node: torch.fx.Node) -> bool:
-    """Whether a node's results share no memory with its inputs; one of several results is to be asked for once."""
+    """Whether a node's results share no memory with its inputs; each of several results must have a single getitem."""
     target = node.target
     if target is operator.getitem:
         several = node.args[0]

@@ -1,4 +1,4 @@
-"""Runs written graphs: once, to find numbers that are not finite, and over a text, to measure quantization."""
+"""Runs written graphs: once to find numbers that are not finite, and over a text to measure quantization."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from specexport.runtime.states import KeptStates, cell_rows
 
 Array = npt.NDArray[Any]
 _PROBED_TOKENS = 16
-"""How many: the first tokens of a vocabulary are special ones, such as padding, whose embeddings are often zero."""
+"""More than a few, as a vocabulary begins with special tokens such as padding, whose embeddings are often zero."""
 _PROBED_SIZES = {"B": 1, "T": _PROBED_TOKENS, "R": _PROBED_TOKENS, "K": 1, "S": 24, "C": 1}
 _WINDOW = 256
 _TOKENS = 1024
 _MAX_LOGITS = 1 << 27
 """Maximum number of reference logits in memory; with large vocabularies, fewer windows are read."""
 _MAX_PRODUCTS = 1 << 42
-"""Maximum number of multiplications of the model's run, some minutes on two cores; large models read fewer windows."""
+"""Maximum number of multiplications of the model's run, a few minutes on two cores; large models read fewer windows."""
 _CHUNK = 64
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def require_finite(folder: Path, model: Model, signature: GraphSignature, lowering: LoweredAs) -> None:
-    """Runs a model's master graph over the first tokens of its vocabulary and an empty cache.
+    """Runs a model's master graph over the first tokens of its vocabulary with an empty cache.
 
-    Nothing is checked without an onnxruntime that can run such graphs.
+    Without an onnxruntime that can run such graphs nothing is checked.
 
     Raises:
         BuildError: an output has numbers that are not finite; names the graph and the output.
@@ -76,9 +76,9 @@ def require_finite(folder: Path, model: Model, signature: GraphSignature, loweri
 
 
 class StepSession:
-    """A step graph in onnxruntime, run as the engine runs it, with the cache of one slot.
+    """A step graph in onnxruntime, which is run as the engine runs it, with the cache of a single slot.
 
-    ``file`` returns the path of a file of the bundle. The cache has S = ``rows`` rows, filled with ``fill`` at first.
+    ``file`` returns the path of a file of the bundle. The cache has S = ``rows`` rows, which are initially ``fill``.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
@@ -92,14 +92,14 @@ class StepSession:
             str(cache): np.full(cache.shape({"B": 1, "S": rows}), fill, np.float32) for cache in caches(model.cache)
         }
         self._states = KeptStates(model.states, 1)
-        self._last: tuple[int, list[Array]] = (0, [])  # cache rows before the last call, and its new rows
+        self._last: tuple[int, list[Array]] = (0, [])  # number of cache rows before the last call, and its new rows
 
     def logits(self, inputs: Mapping[str, Array]) -> Array:
         """Runs the graph once; the next call finds its rows in the cache.
 
         Args:
-            inputs: of the graph, without caches; embeddings are optional, and ``known_tokens`` is ignored for models
-                without recurrent layers.
+            inputs: the graph's inputs, without caches; embeddings are optional, and ``known_tokens`` is ignored for
+                models without recurrent layers.
 
         Returns:
             float32 ``[R,V]``.
@@ -120,7 +120,7 @@ class StepSession:
         for name, cache in self._caches.items():
             if (updated := outputs.get(name.replace("past_", "present_", 1))) is not None:
                 self._caches[name] = updated
-            else:  # lowered portably: new rows alone
+            else:  # a portable graph returns only the new rows
                 rows = outputs[name.replace("past_", "new_", 1)]
                 cache[:, :, past : past + rows.shape[2]] = rows
         logits: Array = outputs[tensors.LOGITS][0]
@@ -129,7 +129,7 @@ class StepSession:
     def _state_inputs(self, past: int, tokens: int) -> tuple[dict[str, Array], list[Array], dict[str, Array]]:
         """Inputs of layers without attention, and buffers for their new rows.
 
-        Commits the rows of the last call, as only now is it known how many of its tokens became text.
+        First commits the rows of the last call, as ``past`` tells how many of its tokens became text.
         """
         before, rows = self._last
         if past == 0:
@@ -141,13 +141,13 @@ class StepSession:
 
 
 def default_text() -> str:
-    """The default text to measure over: English in several registers, and code."""
+    """The default text to measure quantization on: English in several registers, and code."""
     return resources.files("specexport.exporter").joinpath("texts/measured.txt").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Windows of a text, and the unquantized model's logits after each token.
+    """Windows of a text, with the unquantized model's logits after each token.
 
     Attributes:
         tokens: int64 ``[W,T]``.
@@ -159,7 +159,7 @@ class Reference:
 
 
 def windows(tokens: Sequence[int], model: Model | Checkpoint, input_vocab: int) -> Array:
-    """The beginning of a text as windows ``[W,T]``, as many as suit a model of this size."""
+    """The beginning of a text as windows ``[W,T]``; W is smaller for larger models."""
     length = min(_WINDOW, model.max_positions, len(tokens))
     most = min(_TOKENS, _MAX_LOGITS // model.vocab_size, _MAX_PRODUCTS // model.parameters)
     count = max(1, min(most, len(tokens)) // length) if length else 0
@@ -178,7 +178,7 @@ def reference(checkpoint: Checkpoint, tokens: Sequence[int]) -> Reference | None
 
 
 def measure(file: Callable[[str], Path], lowering: LoweredAs, model: Model, expected: Reference) -> Quality:
-    """Runs a bundle's step graph over the same windows, in chunks, as it would read a prompt.
+    """Runs a bundle's step graph over the windows of a reference, in chunks, like prompts.
 
     ``file`` returns the path of a file of the bundle.
 
@@ -207,7 +207,7 @@ def measure(file: Callable[[str], Path], lowering: LoweredAs, model: Model, expe
 
 
 def compare(expected: Reference, logits: Array) -> Quality:
-    """Compares other logits over the same windows, ``[W,T,V]``."""
+    """Compares logits ``[W,T,V]`` over the windows of a reference with its own."""
     sums = _Sums()
     for tokens, exact, other in zip(expected.tokens, expected.logits, logits, strict=True):
         sums.add(exact, other, tokens[1:])
@@ -215,14 +215,14 @@ def compare(expected: Reference, logits: Array) -> Quality:
 
 
 class _Sums:
-    """Sums of the figures of :class:`Quality` over the rows of a text."""
+    """Accumulates the figures of :class:`Quality` over the rows of a text."""
 
     def __init__(self) -> None:
         self._rows = self._followed = self._same = 0
         self._kl = self._loss = self._reference_loss = self._error = self._energy = 0.0
 
     def add(self, expected: Array, logits: Array, following: Array) -> None:
-        """Adds rows ``[R,V]`` of both models, and the tokens that follow them in the text; the last may have none."""
+        """Adds rows ``[R,V]`` of both models, and the tokens that follow them; the last row may have no such token."""
         p, q = _log_probabilities(expected), _log_probabilities(logits)
         at = np.arange(len(following)), np.minimum(following, logits.shape[-1] - 1)
         self._rows += len(p)
@@ -257,7 +257,7 @@ def _log_probabilities(logits: Array) -> Array:
 
 
 def energy(logits: Array) -> float:
-    """Sum of squares around each row's mean, as adding a constant to all logits of a row changes no probability."""
+    """Sum of squares around each row's mean; the mean does not count, as it does not affect probabilities."""
     return float(np.square(logits - logits.mean(axis=-1, keepdims=True), dtype=np.float64).sum())
 
 

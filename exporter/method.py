@@ -1,4 +1,4 @@
-"""The interface through which a method is built into a bundle, and through which ``verify`` compares it."""
+"""The interface through which a method is built into a bundle and compared by ``verify``."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """What methods know of the target: trees depend on its sizes, and drafts must fit it.
+    """The properties of a target that methods need: trees depend on its sizes, and drafts must fit it.
 
     Attributes:
         vocab: V, the width of its logits.
         hidden: H, the width of its head's input.
-        path: its folder.
-        draft_storage: how the matrices of drafts and heads are stored.
-        max_seq_len: longest text of the bundle, in tokens.
+        path: the folder of the checkpoint.
+        draft_storage: the precision of drafts and heads.
+        max_seq_len: the longest text of the bundle, in tokens.
     """
 
     vocab: int
@@ -60,7 +60,7 @@ class Agreement(Protocol):
 
 
 class Verification(Protocol):
-    """Services that ``verify`` passes to a method, to compare its graph with its checkpoint.
+    """The services that ``verify`` passes to a method, to compare its graph with its checkpoint.
 
     Attributes:
         texts: token ids of prompts.
@@ -70,10 +70,10 @@ class Verification(Protocol):
     texts: list[list[int]]
 
     def source(self, method: Method | None, key: str = "model") -> Path:
-        """The folder of a checkpoint that a method names, or of the target; the check ends if it is missing."""
+        """The folder of a method's checkpoint, or of the target if None; ends the check if it is missing."""
 
     def drafted(self, method: Method, texts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
-        """Texts, each with the chain proposed after it, as if all, one or none of the earlier drafts were accepted."""
+        """Texts with the chains proposed after them, after all, one or none of the last draft tokens were accepted."""
 
     def recorded(self, method: Method) -> list[tuple[list[int], Array]]:
         """Texts during decoding, each with the best candidate at every depth, int64 ``[depths]``."""
@@ -87,9 +87,9 @@ class MetaDraft:
     """A draft without its weights, for ``plan``.
 
     Attributes:
-        source: its folder or hub id, and its method.
-        sizes: of its model.
-        block: maximum number of tokens that it drafts in one pass; None if each token takes a pass.
+        source: folder or hub id, with the method.
+        sizes: the sizes of its model.
+        block: maximum number of tokens that a pass drafts; None if each token takes a pass.
     """
 
     source: str
@@ -104,26 +104,26 @@ class MethodExporter(Generic[O, M]):
         """Refuses checkpoints that do not fit each other, before anything large is read."""
 
     def resolve(self, options: O, target: TargetInfo) -> M:
-        """The method as its checkpoints' configurations describe it, without reading weights; trees may be missing.
+        """The method, from the configurations of its checkpoints without their weights; it may lack trees.
 
         Raises:
-            BuildError: they belong to another target, or were made for shorter texts.
+            BuildError: the checkpoints belong to another target, or support only shorter texts.
         """
         return cast(M, options)
 
     def tree_of_size(self, method: M, size: int) -> TokenTree:
-        """Its tree of ``size`` draft tokens."""
+        """The method's tree of ``size`` draft tokens."""
         return TokenTree.chain(size + 1)
 
     def default_trees(self, method: M) -> tuple[TokenTree, ...]:
-        """The trees it verifies by default."""
+        """The trees that it verifies by default."""
         return tuple(self.tree_of_size(method, size) for size in method.default_sizes)
 
     def plan(self, options: O, target: TargetInfo) -> M:
-        """The method with the trees it is built for.
+        """The method with the trees to build for.
 
         Raises:
-            BuildError: it cannot fill one of the trees; says why.
+            BuildError: it cannot fill one of the trees.
         """
         method = self.resolve(options, target)
         requested = (
@@ -142,11 +142,12 @@ class MethodExporter(Generic[O, M]):
     def add_to_target(
         self, method: M, target: Checkpoint, build: BuildOptions, plan: BuildPlan
     ) -> Addition | TracedGraph | None:
-        """What it adds to the target: outputs of its graph, or a graph over the same weights that becomes the method's
-        model. None for nothing.
+        """The method's addition to the target, if any.
+
+        An addition adds outputs to the target's graph; a graph over the same weights becomes the method's model.
 
         Raises:
-            BuildError: it does not fit the target.
+            BuildError: the method does not fit the target.
         """
         return None
 
@@ -159,23 +160,23 @@ class MethodExporter(Generic[O, M]):
         return plan.propose_points(method)
 
     def meta_draft(self, options: O, target: str, sizes: ModelSizes) -> MetaDraft | None:
-        """The draft over the target's states, if it is a separate model.
+        """The draft, if it is a separate model over the target's states.
 
         Args:
-            options: the method's.
-            target: folder or hub id.
-            sizes: the target's.
+            options: the method's options.
+            target: the target's folder or hub id.
+            sizes: the target's sizes.
 
         Raises:
-            BuildError: its configuration cannot be read, or it is of another target.
+            BuildError: the draft's configuration cannot be read, or belongs to another target.
         """
         return None
 
     def compare(self, method: M, run: Verification) -> tuple[str, Agreement] | None:
-        """Compares its proposals with those of the original.
+        """Compares the method's proposals with those of its original checkpoint.
 
         Returns:
-            What was compared, as the beginning of a sentence, and the result; None if there is nothing to compare.
+            The beginning of a sentence that names the comparison, and the result; None if there is nothing to compare.
 
         Raises:
             BundleError: a checkpoint is another model.
@@ -196,8 +197,8 @@ def _distinct(name: str, trees: tuple[TokenTree, ...]) -> tuple[TokenTree, ...]:
             raise BuildError(f"{name}: a token tree has no draft token; expected at least one")
         if by_size.setdefault(len(tree), tree) != tree:
             raise BuildError(
-                f"{name}: two trees have {len(tree) - 1} draft tokens; requests choose a tree by that number, so no "
-                "two may"
+                f"{name}: two trees have {len(tree) - 1} draft tokens, but requests choose a tree by that number; "
+                "give trees of different sizes"
             )
     return tuple(by_size.values())
 

@@ -23,7 +23,7 @@ from specexport.exporter.engines.options import CompileOptions, check_batches, c
 PREFILL_CHUNK = 64
 DEFAULT_BLOCK_SIZE = 32
 QUANTIZED: tuple[StoredAs, ...] = ("int8", "int4", "fp8", "stored")
-"""Precisions that round more than half precision does; builds report by how much."""
+"""Precisions with less than 16 bits; builds report the effect of their rounding."""
 _DEFAULTS = GenerationDefaults()
 _methods, _sizes, _weights, _device = (
     partial(option, group=group)
@@ -38,20 +38,20 @@ _methods, _sizes, _weights, _device = (
 
 @dataclass(frozen=True)
 class Storage:
-    """How matrices are stored.
+    """The storage of matrices.
 
     Attributes:
-        kind: ``fp16`` and ``bf16`` are cast to fp32 in the graph. ``int8`` and ``int4`` are symmetric, in blocks along
-            the summed axis, and undone by DequantizeLinear; so is ``fp8`` (float8_e4m3fn), with one scale a column.
-            ``stored`` takes for each matrix what holds it as the checkpoint does, or else ``int8``.
-        block_size: weights that share a scale; halved for a matrix it does not divide. None, for int8 only, gives each
-            column one scale, as opset 20 knows no blocks; rows that are looked up are then stored in fp16.
-        rest: how matrices that a quantized checkpoint holds in floating point are stored; None for ``kind``.
-        any_scales: whether scales may be of any kind that a checkpoint has (with zero points or offsets, in fp16, in
-            two levels, of blocks of fp8), and an embedding that is also the head is stored once: for CPUs only, as
-            TensorRT refuses some, and ONNX Runtime was not tried with them on GPUs. int4 then has zero points.
-        branches: whether each expert of a mixture has a branch of its own: for CPUs only, as compiled engines and
-            captured graphs know no control flow.
+        kind: ``fp16`` and ``bf16`` are cast to fp32 in the graph. ``int8`` and ``int4`` have symmetric scales for
+            blocks along the summed axis, ``fp8`` (float8_e4m3fn) a scale for each column; DequantizeLinear restores
+            all three. ``stored`` keeps each matrix as the checkpoint stores it, or else takes ``int8``.
+        block_size: number of weights that share a scale; halved for a matrix that it does not divide. With None, for
+            int8 only, each column has one scale, as opset 20 has no blocks, and rows to look up are stored in fp16.
+        rest: the precision of matrices that a quantized checkpoint holds in floating point; None for ``kind``.
+        any_scales: whether scales may be of any kind that checkpoints have (with zero points or offsets, in fp16, in
+            two levels, for blocks of fp8), and an embedding that is also the head is stored once. For CPUs only:
+            TensorRT refuses some of this, and ONNX Runtime was not tried with it on GPUs. int4 then has zero points.
+        branches: whether each expert of a mixture has a branch of its own; for CPUs only, as compiled engines and
+            captured graphs have no control flow.
     """
 
     kind: StoredAs
@@ -62,23 +62,24 @@ class Storage:
 
 
 class BuildSettings(Options, frozen=True, kw_only=True):
-    """How a model is built, wherever that happens: by ``specexport build``, or on first use.
+    """The settings of a build by ``specexport build``, or on first use.
 
-    Lowered portably, every column of a quantized matrix has one scale, as opset 20 knows no blocks.
+    In the portable lowering, every column of a quantized matrix has one scale, as opset 20 has no blocks.
 
     Attributes:
         posterior_threshold: epsilon of typical acceptance.
         posterior_alpha: alpha of typical acceptance.
-        max_batch_size: most concurrent requests; steps are built for the powers of two up to it.
-        inputs_embeds: let prompts hold embeddings instead of tokens, such as those of an audio or image encoder.
-        precision: how matrices are stored; stored: each as the checkpoint has it; fp8 pays only on GPUs of compute
-            capability 8.9 or higher (default: fp32, or as the checkpoint is quantized).
-        draft_precision: the same for the draft, Medusa heads or the speculator; costs acceptance, never changes the
-            text (default: int8, or int4 where the target is).
-        block_size: weights that share a scale in int8 and int4 (default: 32, which is also the most in int4 drafts).
-        calibration_data: text that int4 is rounded for, or JSON lines with text or messages (default: a text that
-            ships).
-        lowering: portable: operators up to opset 20 only, for TensorRT 10.3 (JetPack 6) and Python 3.10; not for int4.
+        max_batch_size: maximum number of concurrent requests; steps are built for the powers of two up to it.
+        inputs_embeds: let prompts contain embeddings, such as those of an audio or image encoder.
+        precision: precision of the weights; stored keeps each matrix as the checkpoint stores it; fp8 pays only on GPUs
+            of compute capability 8.9 or higher (default: fp32, or as the checkpoint is quantized).
+        draft_precision: precision of the draft, Medusa heads or the speculator; lower ones cost acceptance, and never
+            change the text (default: int8, or int4 if the target is int4).
+        block_size: number of weights that share a scale in int8 and int4 (default: 32, also the maximum for int4
+            drafts).
+        calibration_data: text to calibrate int4 on, or JSON lines with text or messages (default: a built-in text).
+        lowering: portable uses only operators up to opset 20, for TensorRT 10.3 (JetPack 6) and Python 3.10; without
+            int4.
     """
 
     posterior_threshold: Annotated[Probability, _methods("E")] = _DEFAULTS.posterior_threshold
@@ -93,21 +94,21 @@ class BuildSettings(Options, frozen=True, kw_only=True):
 
 
 class BuildOptions(BuildSettings, frozen=True):
-    """What to build.
+    """The options of a build.
 
     Attributes:
         target: a model: Hugging Face folder, hub id or .gguf file.
         output: folder to write.
-        tensor_parallel: processes of one host that share the target; on GPUs each has one of its own.
-        max_seq_len: tokens of the longest prompt and its output (default: the model's, at most 2048).
-        backend: what will run the bundle; all but onnxruntime run whole steps on a GPU.
+        tensor_parallel: number of processes that share the target on one host; on GPUs each has a GPU of its own.
+        max_seq_len: maximum number of tokens of a prompt and its output (default: the model's, at most 2048).
+        backend: backend that will run the bundle; all but onnxruntime run whole steps on a GPU.
         overwrite: replace an existing bundle.
-        methods: the default first, each with its options: methods, mappings with their keys, or texts as ``--method``
-            takes. Those that need no graph work in every bundle and need not be named.
-        rest: how matrices that a quantized checkpoint holds in floating point are stored; None for ``precision``.
-        engines: how to compile them; None to leave that to ``specexport compile`` on the device.
-        resume: go on from the stages that an earlier build finished before it was killed; for outputs whose name stands
-            for all that goes into them, and one process at a time.
+        methods: the default first, each with its options: methods, mappings with their keys, or texts as for
+            ``--method``. Methods that need no graph work in every bundle and need not be named.
+        rest: precision of matrices that a quantized checkpoint holds in floating point; None for ``precision``.
+        engines: options of compiling engines; None to leave that to ``specexport compile`` on the device.
+        resume: continue after the stages that a killed build finished; for outputs whose name identifies all inputs,
+            and for one process at a time.
     """
 
     target: Annotated[str, option("MODEL")]
@@ -130,9 +131,9 @@ class BuildOptions(BuildSettings, frozen=True):
         msgspec.structs.force_setattr(self, "methods", read_methods(self.methods))
         names = [method.name for method in self.methods]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
-            raise BuildError(f"method {doubled[0]!r} was asked for twice; a bundle has each once")
+            raise BuildError(f"method {doubled[0]!r} was given twice; a bundle has each method once")
         if self.engines is not None and self.engines.backend != self.backend:
-            raise BuildError(f"backend is {self.backend}, and engines for {self.engines.backend} were asked for")
+            raise BuildError(f"backend is {self.backend}, but the engines are for {self.engines.backend}")
         if self.engines is not None:
             check_stored((self.target_storage.kind, self.draft_storage.kind), self.engines.compute_capability)
             check_batches(self.engines.engine_batch_sizes, batch_points(self.max_batch_size))
@@ -149,36 +150,36 @@ class BuildOptions(BuildSettings, frozen=True):
                     )
             if self.block_size is not None:
                 raise BuildError(
-                    f"block_size is {self.block_size}, but opset 20 knows no blocks: lowered portably each column of a "
-                    "matrix has one scale; leave block_size out, or choose the native lowering"
+                    f"block_size is {self.block_size}, but opset 20 knows no blocks: in the portable lowering each "
+                    "column of a matrix has one scale; leave block_size out, or choose the native lowering"
                 )
         if self.calibration_data is not None and not self.calibrated:
             raise BuildError(
                 f"calibration_data was given with precision {self.precision}, lowering {self.lowering}, backend "
                 f"{self.backend} and tensor_parallel {self.tensor_parallel}; only int4 for backend onnxruntime in one "
-                "process is rounded for a text. Leave it out"
+                "process is calibrated. Leave it out"
             )
 
     @property
     def on_cpu(self) -> bool:
-        """Whether ONNX Runtime runs it on the CPU, with operators of any kind."""
+        """Whether ONNX Runtime runs the bundle on the CPU, with operators of any kind."""
         return self.lowering == "native" and self.backend == "onnxruntime"
 
     @property
     def calibrated(self) -> bool:
-        """Whether matrices are rounded for a text: to int4 for CPUs, where scales may be of any kind."""
+        """Whether matrices are calibrated on a text: int4 for CPUs, where scales may be of any kind."""
         return self.precision == "int4" and self.rest is None and self.on_cpu and self.tensor_parallel == 1
 
     @property
     def target_storage(self) -> Storage:
-        """How the target's matrices are stored; the portable lowering has one scale per column."""
+        """The storage of the target's matrices; the portable lowering has one scale per column."""
         block_size = None if self.lowering == "portable" else self.block_size or DEFAULT_BLOCK_SIZE
-        branches = self.on_cpu and self.tensor_parallel == 1  # a split graph is cut between nodes, not inside branches
+        branches = self.on_cpu and self.tensor_parallel == 1  # split graphs are cut between nodes, not inside branches
         return Storage(self.precision or "fp32", block_size, self.rest, any_scales=self.on_cpu, branches=branches)
 
     @property
     def draft_storage(self) -> Storage:
-        """How matrices that only serve proposals are stored: of a draft, Medusa heads or an MLP speculator."""
+        """The storage of matrices that only serve proposals: of a draft, Medusa heads or an MLP speculator."""
         kind = self.draft_precision or ("int4" if self.precision == "int4" else "int8")
         block_size = self.target_storage.block_size
         if kind == "int4" and block_size is not None:
@@ -187,10 +188,10 @@ class BuildOptions(BuildSettings, frozen=True):
 
 
 def require_effect(settings: Mapping[str, Any], methods: Sequence[MethodOptions]) -> None:
-    """Refuses settings of a build that a user chose and that would change nothing.
+    """Checks that every setting that a user chose has an effect.
 
     Raises:
-        BuildError: names the setting.
+        BuildError: a setting has none; names it.
     """
     if settings.get("draft_precision") is not None and not _stores_drafts(methods):
         raise BuildError("draft_precision was given without a draft, heads or a speculator to apply it to")
@@ -198,10 +199,10 @@ def require_effect(settings: Mapping[str, Any], methods: Sequence[MethodOptions]
 
 
 def require_blocks(settings: Mapping[str, Any], methods: Sequence[MethodOptions]) -> None:
-    """Refuses a size of blocks that no matrix would have, unless a precision is left to the checkpoint.
+    """Checks that a chosen block size applies to some matrix; passes if the checkpoint decides a precision.
 
     Raises:
-        BuildError: names the setting.
+        BuildError: it applies to none.
     """
     kinds = {settings.get("precision"), settings.get("draft_precision") if _stores_drafts(methods) else "fp32"}
     if settings.get("block_size") is not None and kinds <= {"fp32", "fp16", "bf16", "fp8"}:

@@ -24,9 +24,9 @@ from specexport.exporter.passes.tensorrt import flatten_products, restore_tables
 
 
 def export_passes(model: ir.Model, aliases: Mapping[str, str]) -> None:
-    """After torch's export: folds constants, and names weights as checkpoints do.
+    """The passes after torch's export: fold constants, and name weights as checkpoints do.
 
-    ``aliases`` maps the names of tied parameters to those in checkpoints.
+    ``aliases`` maps the names of tied parameters to their names in checkpoints.
     """
     from specexport.exporter.passes.simplify import name_weights, simplify
 
@@ -35,7 +35,7 @@ def export_passes(model: ir.Model, aliases: Mapping[str, str]) -> None:
 
 
 def trace_passes(model: ir.Model, lowering: LoweredAs) -> None:
-    """From there to a master graph, or to one pass of a draft: every product with a weight is ``MatMul(x, W[K,N])``."""
+    """The passes up to a master graph, or a draft's pass, in which products with weights are ``MatMul(x, W[K,N])``."""
     from specexport.exporter.passes.linear import canonical_weights, merge_linear
     from specexport.exporter.passes.rms_norm import fuse_rms_norm
 
@@ -51,9 +51,9 @@ def trace_passes(model: ir.Model, lowering: LoweredAs) -> None:
 
 
 def write_passes(model: ir.Model, store: Callable[[ir.Model], None], *, branches: bool) -> None:
-    """From a master graph to its file: operators are ONNX's, or combine ranks, and weights are in their own file.
+    """The passes up to a master's file, which has only ONNX's operators, those that combine ranks, and no weights.
 
-    ``store`` moves them there; with ``branches``, each expert of a mixture gets a branch of its own.
+    ``store`` moves the weights to their own file; with ``branches``, each expert of a mixture gets a branch.
     """
     from specexport.exporter.passes.experts import lower_experts
 
@@ -74,7 +74,7 @@ def device_passes(
     compiled: bool,
     ranks: int,
 ) -> None:
-    """From a master's file to the graph that a device runs; see :func:`~specexport.exporter.engines.source`."""
+    """The passes up to the graph that a device runs; see :func:`~specexport.exporter.engines.source.write_source`."""
     if drafts:
         fix_drafts(model, drafts)  # the graph has no loops from here on
     if ranks:

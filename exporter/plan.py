@@ -1,9 +1,10 @@
-"""``specexport plan``: memory and speed of a model on a device, with and without speculation. Nothing is loaded or
-built, and neither bundles nor models of usual families need torch.
+"""``specexport plan``: estimates of a model's memory and speed on a device, with and without speculation.
 
-Decoding one text is bound by reading weights, so a step takes the bytes it reads divided by the memory's bandwidth. If
-each draft token is accepted with probability a, a step with K draft tokens yields (1 - a^(K+1)) / (1 - a) tokens
-(Leviathan et al. 2023).
+Nothing is loaded or built, and only unusual model families need torch.
+
+Decoding one text is bound by reading weights, so a step takes the bytes that it reads divided by the memory's
+bandwidth. If each draft token is accepted with probability a, a step with K draft tokens yields
+(1 - a^(K+1)) / (1 - a) tokens (Leviathan et al. 2023).
 """
 
 from __future__ import annotations
@@ -23,27 +24,28 @@ from specexport.exporter.method import MetaDraft, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK
 
 EFFICIENCY = 0.7
-"""Assumed share of the bandwidth that a step reaches; our target for GPUs, not a measurement."""
+"""Assumed share of the bandwidth that a step reaches: a goal for GPUs, not a measurement."""
 MAX_DRAFTS = 8
 DEFAULT_CONTEXT = 4096
 _DEFAULT_TREES = (5, 7, 9)
-"""Nodes of a draft's default chains."""
+"""Number of nodes of each of a draft's default chains."""
 _ACCEPT_ARRAYS = 18
-"""Arrays of a tree's size that onnxruntime allocates for all acceptance rules; counted over null CUDA libraries."""
+"""Number of arrays ``[nodes,V]`` that onnxruntime allocates for all acceptance rules, as counted over null CUDA."""
 _SCALE_BYTES = 2
 _DEQUANTIZED_ABOVE = {"int8": 5, "int4": 16}
-"""Rows up to which onnxruntime reads integers (``docs/gpu.md``). For more rows it dequantizes a matrix (gate and up
-together) into 16 bits in every run; over null CUDA it took memory for two of these."""
+"""Maximum number of rows for which onnxruntime multiplies integers directly (``docs/gpu.md``). For more rows it
+dequantizes matrices (gate and up together) to 16 bits in every run; over null CUDA it allocated memory for two."""
 _BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """A device.
+    """The memory of a device.
 
     Attributes:
-        memory: bytes of memory that the GPU can use, shared with the CPU on Jetson.
-        bandwidth: in bytes per second.
+        memory: bytes that the GPU can use, shared with the CPU on Jetson.
+        bandwidth: bytes per second.
+        capability: the compute capability, such as 8.7.
         reserved: bytes that the system and CUDA itself use.
     """
 
@@ -56,7 +58,7 @@ class DeviceLimits:
 _GB = 10**9
 _GIB = 2**30
 _BOARD = 2 * _GIB
-"""A Jetson without a desktop uses about 1.2 GB after booting, a CUDA context and the libraries the rest."""
+"""A Jetson without a desktop uses about 1.2 GB after booting; a CUDA context and the libraries use the rest."""
 _CARD = _GIB
 
 
@@ -75,23 +77,23 @@ DEVICES: dict[str, DeviceLimits] = {
     "rtx-4090": DeviceLimits(24 * _GIB, 1008 * _GB, "8.9", _CARD),
     "rtx-5090": DeviceLimits(32 * _GIB, 1792 * _GB, "12.0", _CARD),
 }
-"""Orin Nano is listed with the clocks of its ``MAXN SUPER`` mode; without it, it has two thirds of that bandwidth."""
+"""Orin Nano is listed in its ``MAXN SUPER`` mode; in others it has two thirds of that bandwidth."""
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Memory of one model, and what its steps read, in bytes.
+    """The memory of a model, and the memory traffic of its steps, in bytes.
 
     Attributes:
         source: folder or hub id, with the method if it is a draft over the target's states.
-        parameters: their number, tied ones counted once.
-        active: the number of those that one token uses; of a mixture's experts, only the chosen ones.
-        weights: all that an engine stores.
-        read: what a step of one token reads of them, which excludes embedding tables.
-        read_per_token: what a step reads in addition for each further token, up to ``read_limit`` in all.
-        cache: of all rows.
-        cache_row: of one token.
-        scratch: activations of a prefill chunk, and logits.
+        parameters: number of parameters, tied ones counted once.
+        active: number of parameters that one token uses, without the experts of a mixture that it does not choose.
+        weights: size of the weights as an engine stores them.
+        read: weights that a step of one token reads, without embedding tables.
+        read_per_token: additional weights that it reads for each further token, up to ``read_limit`` in all.
+        cache: size of the whole cache.
+        cache_row: size of a token's cache rows.
+        scratch: size of the activations of a prefill chunk, and of logits.
     """
 
     source: str
@@ -116,11 +118,13 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Whether models fit on a device, and how fast they may be.
+    """The memory and the speed of models on a device.
 
     Attributes:
-        context: longest prompt and output, in tokens.
-        speeds: expected tokens per second: of plain decoding, then with the draft at K = 1, 2, ...
+        context: maximum number of tokens of a prompt and its output.
+        needed: bytes that the models need.
+        available: bytes that the device has for them.
+        speeds: expected tokens per second of plain decoding, then with the draft at K = 1, 2, ...
     """
 
     models: tuple[ModelPlan, ...]
@@ -153,10 +157,11 @@ def plan(
 
     Args:
         target: folder with a ``config.json``, or hub id.
-        method: how to speculate, with a draft that is a separate model; None for plain decoding.
-        device: where it is to run.
-        precision: of all matrices: fp16, bf16, fp8, int8 or int4; activations and caches take 16 bits.
-        context: longest prompt and output, in tokens; None for the target's, at most :data:`DEFAULT_CONTEXT`.
+        method: a method with a draft that is a separate model; None for plain decoding.
+        device: the device to plan for.
+        precision: precision of all matrices: fp16, bf16, fp8, int8 or int4; activations and caches take 16 bits.
+        context: maximum number of tokens of a prompt and its output; None for the target's, at most
+            :data:`DEFAULT_CONTEXT`.
         acceptance: probability that a draft token is accepted.
         backend: the backend that runs the models.
 
@@ -243,7 +248,7 @@ def _check_acceptance(acceptance: float) -> None:
 def _device_plan(
     models: Sequence[ModelPlan], device: DeviceLimits, context: int, acceptance: float, most: int, one_pass: bool
 ) -> DevicePlan:
-    """Memory and speeds of a target and its draft, if any, which drafts up to ``most`` tokens."""
+    """The plan of a target and, if any, its draft, which drafts up to ``most`` tokens."""
     speeds = []
     for k in range(most + 1):
         passes = min(k, 1) if one_pass else k
@@ -257,11 +262,11 @@ def _device_plan(
 def _model_plan(
     source: str, model: ModelSizes, precision: str, context: int, backend: EngineRuntime, nodes: int = 0
 ) -> ModelPlan:
-    """The plan of one model; ``nodes`` is the size of all trees together that a target decides acceptance for."""
+    """The plan of a model; for a target, ``nodes`` is the total number of nodes of the trees that it verifies."""
     if without := sorted(model.layer_types & {"conv", "linear_attention", "mamba"}):
         raise BuildError(
-            f"{source}: has {', '.join(without)} layers; layers without attention run only on CPUs so far, and this "
-            "plans for devices"
+            f"{source}: has {', '.join(without)} layers; layers without attention run only on CPUs so far, not on "
+            "such devices"
         )
     by_onnxruntime = backend == "onnxruntime-cuda"
     weights = read = experts = 0
@@ -304,7 +309,7 @@ def _model_plan(
 
 
 def _stored(parameter: Parameter, precision: str) -> int:
-    """Bytes of a parameter: a matrix at ``precision`` with its scales, or a vector in 16 bits."""
+    """The size of a parameter in bytes: a matrix at ``precision`` with its scales, or a vector in 16 bits."""
     bits, numel = _BITS[precision], parameter.numel
     if len(parameter.shape) < 2 or bits == 16:
         return 2 * numel

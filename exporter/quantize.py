@@ -1,4 +1,4 @@
-"""Quantization of matrices: the arithmetic, copies that graphs read, and scales that a bundle keeps of a checkpoint."""
+"""Quantization of matrices: the arithmetic, the copies that nodes read, and scales that are kept from a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from specexport.exporter.options import Storage
 
 SMALLEST_BLOCK = 16
 Float8 = ml_dtypes.float8_e4m3fn
+MIN_INT4, MAX_INT4 = -8, 7
 _MAX_INT8 = np.float32(127)
 _MAX_FLOAT8 = np.float32(448)
 _TINY = float(np.finfo(np.float32).tiny)
@@ -32,17 +33,17 @@ _MIN_EXPONENT, _MAX_EXPONENT = -24, 15
 """Range of the exponents of fp16's powers of two."""
 _MAX_KEPT_BLOCK = 128
 _PIECE = 1 << 17
-"""Number of weights fitted at once, so that intermediate results stay in a core's cache."""
+"""Number of weights to fit at once, so that intermediate results stay in a core's cache."""
 _SPANS = (1.0, 0.93, 0.86, 0.79)
-"""Shares of a block's range that its levels may span: clipping the largest weights rounds the others less."""
+"""Shares of a block's range that its levels may span; clipping the largest weights rounds the others less."""
 
 
 @dataclass
 class RoundingError:
-    """How much rounding changes weights.
+    """The error of rounded weights.
 
     Attributes:
-        error: sum of the squared changes.
+        error: sum of the squared errors.
         energy: sum of the squared weights.
     """
 
@@ -51,7 +52,7 @@ class RoundingError:
 
     @property
     def rms(self) -> float:
-        """Root mean square of the changes, relative to that of the weights."""
+        """Root mean square of the errors, relative to that of the weights."""
         return float(np.sqrt(self.error / self.energy)) if self.energy else 0.0
 
     @classmethod
@@ -66,15 +67,15 @@ class RoundingError:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedTensor(QuantizedTensor):
-    """A matrix that this build rounded earlier, by calibration."""
+    """A matrix that this build has rounded by calibration."""
 
     rounding: RoundingError
 
 
 def quantize_blocks(matrix: npt.NDArray[np.float32], axis: int, block: int, largest: int) -> Blocks:
-    """Symmetric round-to-nearest, with one scale for every ``block`` weights along ``axis``, from the largest of them.
+    """Rounds symmetrically, with a scale from the largest of every ``block`` weights along ``axis``.
 
-    ONNX's DequantizeLinear with ``block_size`` is the inverse. For scales see :func:`in_half`.
+    ONNX's DequantizeLinear with ``block_size`` is the inverse. Scales are those of :func:`in_half`.
     """
     shape = list(matrix.shape)
     shape[axis : axis + 1] = [shape[axis] // block, block]
@@ -93,11 +94,11 @@ def apply_scales(
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
     """The rounded numbers ``(matrix - offset) / scale + zero``; scale, zero and offset broadcast to the matrix.
 
-    A matrix that was dequantized from such numbers yields exactly the same ones: a product of 8 bits and a float32 is
+    If the matrix was dequantized from such numbers, these are restored exactly: a product of 8 bits and a float32 is
     rounded once, by far less than half a step. Numbers with a scale of 0 are 0.
 
     Returns:
-        int8 integers (four-bit ones in -8..7, with offsets in 0..15), or the bytes of float8_e4m3fn numbers, and the
+        int8 integers (for int4 in -8..7, with offsets in 0..15) or the bytes of float8_e4m3fn numbers; and the
         dequantized matrix.
     """
     divided = (matrix if offset is None else matrix - offset) / np.where(scale == 0, np.float32(1), scale)
@@ -112,10 +113,10 @@ def apply_scales(
 
 
 def column_scales(largest: npt.NDArray[np.float32], kind: Kind) -> npt.NDArray[np.float32]:
-    """One scale for each column of a matrix, from its largest magnitude; none is 0, which TensorRT refuses.
+    """A scale for each column of a matrix, from the column's largest magnitude; never 0, which TensorRT refuses.
 
-    Scales of fp8 are powers of two: these lose no precision, and are the same numbers in fp32, fp16 and bf16, so that a
-    graph in fp32 and an engine in fp16 multiply the same weights.
+    Scales of fp8 are powers of two, which lose no precision and are the same numbers in fp32, fp16 and bf16: a graph in
+    fp32 and an engine in fp16 then multiply the same weights.
     """
     scales: npt.NDArray[np.float32]
     if kind == "fp8":
@@ -126,19 +127,8 @@ def column_scales(largest: npt.NDArray[np.float32], kind: Kind) -> npt.NDArray[n
     return scales
 
 
-def fit_blocks(
-    matrix: npt.NDArray[np.float32],
-    axis: int,
-    block: int,
-    least: int,
-    largest: int,
-    *,
-    zero_points: bool,
-) -> Blocks:
-    """Rounds a matrix to integers from ``least`` to ``largest``, with the scale of least squared error for each block.
-
-    With ``zero_points`` each block along ``axis`` has one, too; otherwise it is 0. For scales see :func:`in_half`.
-    """
+def fit_blocks(matrix: npt.NDArray[np.float32], axis: int, block: int, *, zero_points: bool) -> Blocks:
+    """Rounds a matrix to int4, with the scale of least squared error for each block; see :func:`fit_scales`."""
     leading, trailing = int(np.prod(matrix.shape[:axis])), int(np.prod(matrix.shape[axis + 1 :]))
     x = torch.from_numpy(np.ascontiguousarray(matrix)).reshape(-1, block, trailing)
     integers = torch.empty(x.shape, dtype=torch.int8)
@@ -148,8 +138,9 @@ def fit_blocks(
     for at in itertools.product(range(0, len(x), rows), range(0, trailing, columns)):
         part = tuple(slice(start, start + length) for start, length in zip(at, (rows, columns), strict=True))
         piece = x[part[0], :, part[1]].contiguous()
-        scales, zeros = fit_scales(piece, 1, least, largest, zero_points=zero_points)
-        integers[part[0], :, part[1]] = to_integers(piece, scales, zeros, least, largest).to(torch.int8)
+        scales, zeros = fit_scales(piece, 1, zero_points=zero_points)
+        least = MIN_INT4 if zero_points else -MAX_INT4
+        integers[part[0], :, part[1]] = to_integers(piece, scales, zeros, least, MAX_INT4).to(torch.int8)
         scale[part], zero[part] = scales[:, 0], zeros[:, 0].to(torch.int8)
     shape = (*matrix.shape[:axis], len(x) // leading, *matrix.shape[axis + 1 :])
     return Blocks(
@@ -160,12 +151,15 @@ def fit_blocks(
 
 
 def fit_scales(
-    x: torch.Tensor, dim: int, least: int, largest: int, *, zero_points: bool, weight: torch.Tensor | None = None
+    x: torch.Tensor, dim: int, *, zero_points: bool, weight: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and zero point of least squared error for each block, a fiber of ``x`` along ``dim``.
+    """The int4 scale and zero point of least squared error for each block, a fiber of ``x`` along ``dim``.
 
-    For each of a few ranges, ``x`` is rounded, and a scale is fitted to the resulting integers by least squares.
+    ``x`` is rounded over each of a few ranges, and a scale is fitted to the integers by least squares. Without
+    ``zero_points``, these are 0 and integers are -7 to 7. ``weight`` weights the errors. Scales are those of
+    :func:`in_half`.
     """
+    least, largest = MIN_INT4 if zero_points else -MAX_INT4, MAX_INT4
     high, low = x.amax(dim, keepdim=True).clamp_min_(0), x.amin(dim, keepdim=True).clamp_max_(0)
     if not zero_points:
         high = torch.maximum(high, -low)
@@ -197,12 +191,12 @@ def fit_scales(
 
 
 def to_integers(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, least: int, largest: int) -> torch.Tensor:
-    """Rounds numbers to integers between two bounds, in floating point; a block of zeros has a scale of 0."""
+    """Rounds numbers to integers between two bounds, as floating-point numbers; a scale of 0 yields ``zero``."""
     return (x / scale.clamp_min(_TINY)).round_().add_(zero).clamp_(least, largest)
 
 
 def in_half(scale: torch.Tensor) -> torch.Tensor:
-    """The nearest fp16 numbers, or the numbers themselves if those are off by more than 2^-8 of them."""
+    """The nearest fp16 numbers, or the numbers themselves where the relative error would exceed 2^-8."""
     half = scale.half().float()
     return torch.where((half - scale).abs() <= scale.abs() * 2.0**-8, half, scale)
 
@@ -214,7 +208,7 @@ def fits_half(scale: npt.NDArray[np.float32]) -> bool:
 
 
 def row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.NDArray[_Scalar]]:
-    """Consecutive rows, a few megabytes at a time, as contiguous arrays."""
+    """Consecutive rows as contiguous arrays of a few megabytes, each of a multiple of ``multiple`` rows."""
     if array.ndim == 0:
         yield array
         return
@@ -226,19 +220,19 @@ def row_chunks(array: npt.NDArray[_Scalar], multiple: int = 1) -> Iterator[npt.N
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixCopy:
-    """A quantized copy of a matrix, for one node that reads it.
+    """A quantized copy of a matrix, for a single node that reads it.
 
     Attributes:
-        name: of the initializer with its numbers.
-        matrix: ``[K,N]``, or ``[N,K]`` if ``by_rows``; of experts ``[E,K,N]``.
+        name: name of the initializer with the numbers.
+        matrix: ``[K,N]``, or ``[N,K]`` if ``by_rows``; experts are ``[E,K,N]``.
         axis: the axis along which neighbours share a scale.
-        block: how many neighbours do; None for one scale per column.
+        block: number of neighbours that share a scale; None for one scale per column.
         kind: type of the numbers.
-        gathered: whether rows, or experts, are gathered from it.
+        gathered: whether rows, or experts, are gathered from the matrix.
         any_scales: whether new scales may be of a kind that only CPUs read.
-        kept: the checkpoint's own scales, of ``[K,N]``, if it is stored with them.
-        rounded: its parts, if this build has rounded it before.
-        again: whether it is quantized in the checkpoint and rounded again.
+        kept: the checkpoint's own scales of ``[K,N]``, if the matrix keeps them.
+        rounded: the matrix's parts, if this build rounded them by calibration.
+        again: whether the checkpoint's matrix is quantized and has to be rounded again.
     """
 
     name: str
@@ -262,7 +256,7 @@ class MatrixCopy:
 
     @property
     def blocks_shape(self) -> tuple[int, ...]:
-        """The shape of its integers; a gathered matrix is divided into blocks, so that scales broadcast."""
+        """The shape of the integers; a gathered matrix is divided into blocks, so that scales broadcast."""
         if not self.gathered or self.block is None:
             return self.matrix.shape
         rows, length, *columns = self.matrix.shape
@@ -270,7 +264,7 @@ class MatrixCopy:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of its initializer, in which gathered four-bit integers lie in pairs."""
+        """The shape of the initializer, in which gathered four-bit integers lie in pairs."""
         shape = self.blocks_shape
         return (*shape[:2], shape[2] // 2, *shape[3:]) if self.gathered and self.kind == "int4" else shape
 
@@ -290,10 +284,10 @@ def kept_scales(parts: Sequence[Scales | None], shape: tuple[int, ...], kind: Ki
     """The checkpoint's own scales of a matrix, if the bundle can store its integers with them.
 
     Args:
-        parts: the scales of the matrices that were joined into it; None for one that is not quantized.
-        shape: ``[K,N]``, or ``[E,K,N]`` of a stack of experts.
+        parts: the scales of the matrices that were joined into it; None for a part that is not quantized.
+        shape: ``[K,N]``, or ``[E,K,N]`` for a stack of experts.
         kind: type of its numbers in the bundle.
-        storage: of the matrix.
+        storage: the storage of the matrix.
     """
     scales = [part for part in parts if part is not None]
     zeros, offsets = any(part.zero is not None for part in scales), any(part.offset is not None for part in scales)
@@ -334,7 +328,7 @@ def kept_scales(parts: Sequence[Scales | None], shape: tuple[int, ...], kind: Ki
 
 
 def _common_group(scales: Sequence[Scales], kind: Kind, storage: Storage) -> int | None:
-    """The largest block that divides those of all scales; None if the bundle cannot store blocks, or so small ones."""
+    """The largest block that divides the blocks of all scales; None if the bundle cannot store blocks of that size."""
     group = min(part.group & -part.group for part in scales)
     if storage.block_size is None or (kind == "fp8" and not storage.any_scales):
         return None
@@ -343,7 +337,7 @@ def _common_group(scales: Sequence[Scales], kind: Kind, storage: Storage) -> int
 
 
 def block_for(length: int, preferred: int | None) -> int | None:
-    """The preferred block size, halved until it divides ``length``; None if that takes it below the smallest block."""
+    """The preferred block size, halved until it divides ``length``; None if only smaller blocks than allowed do."""
     block = preferred or 0
     while block >= SMALLEST_BLOCK:
         if length % block == 0:

@@ -1,4 +1,4 @@
-"""Reuse of earlier builds: a fingerprint of the exporter, and records of finished stages. Imports little."""
+"""Reuse of earlier builds: a fingerprint of the exporter, and records of finished stages. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Records:
     stage runs again if files are missing, altered or not in the record.
 
     Args:
-        folder: where the bundle is written.
+        folder: the folder of the bundle.
         built_with: versions of libraries; records of other versions are discarded.
 
     Attributes:
@@ -101,7 +101,7 @@ class Records:
             temporary.write_bytes(msgspec.json.encode(record))
             temporary.replace(path)
         self.files += record.files
-        # New results are decoded too, so that they equal recorded ones.
+        # New results are decoded too, so that they equal recorded results.
         return msgspec.json.decode(record.result, type=kind, dec_hook=decode_hook)
 
     def _valid(self, path: Path, name: str) -> _Record | None:

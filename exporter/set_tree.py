@@ -25,8 +25,8 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
         The new manifest.
 
     Raises:
-        BuildError: the bundle lacks the method, its cache has no room for a step that wide, or it has graphs and
-            engines for its present trees.
+        BuildError: the bundle lacks the method, its cache has no room for a step that wide, or it has a step program
+            or engines for its present trees.
         BundleError: the bundle is incomplete, or the method cannot fill the tree.
     """
     with changing(folder) as manifest:

@@ -21,15 +21,17 @@ from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_sa
 from specexport.runtime.bundle import Bundle
 
 _USABLE = (3.0, 50.0)
-"""How many times smaller than the target a draft must be to be suggested at all."""
+"""The range of the target's size over a draft's in which the draft is suggested at all."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Suggestions for a target, the best first, and why drafts were refused, by name.
+    """Suggestions for a target.
 
     Attributes:
         active: number of parameters that one token uses, by which sizes are compared.
+        suggestions: the best first.
+        refused: the reasons against drafts, by name.
     """
 
     parameters: int
@@ -44,7 +46,7 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
     Args:
         target: bundle, folder or hub id.
         drafts: smaller models to choose from.
-        device: where the bundle is to run: the nodes of a step are nearly free on a GPU, but not on a CPU.
+        device: the device of the bundle; nodes of a step are nearly free on a GPU, but not on a CPU.
 
     Raises:
         BuildError: the target, or a draft, is not a checkpoint.
@@ -69,7 +71,7 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
 def _drafts(
     target: Path, bundle: Bundle | None, size: int, names: Sequence[str]
 ) -> tuple[list[tuple[str, float]], dict[str, str]]:
-    """Usable drafts with how many times smaller they are, the best first; and why the others are refused."""
+    """Usable drafts, the best first, with the ratio of the target's size to theirs; and the reasons against others."""
     smaller: list[tuple[str, float]] = []
     refused: dict[str, str] = {}
     for name in names:
@@ -89,7 +91,7 @@ def _drafts(
 
 
 def _built(manifest: Manifest) -> list[tuple[str, float]]:
-    """A bundle's own draft with the target's tokenizer, if any, and how many times smaller it is."""
+    """A bundle's own draft with the target's tokenizer, if any, and the ratio of the target's size to its size."""
     return [
         (method.draft.source, manifest.target.parameters / method.draft.parameters)
         for method in manifest.methods

@@ -19,7 +19,7 @@ from specexport.contract.tree import TokenTree
 from specexport.contract.values import counted
 from specexport.exporter import graph_checks, trace
 from specexport.exporter.build_state import Build, BuildPlan, WrittenTarget
-from specexport.exporter.calibration import LEAST_TOKENS, calibrate, calibration_text
+from specexport.exporter.calibration import MIN_TOKENS, calibrate, calibration_text
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.checkpoints.config import quantized_in, read_model_config
@@ -36,7 +36,7 @@ DEFAULT_MAX_SEQ_LEN = 2048
 
 
 def for_checkpoint(options: BuildOptions) -> BuildOptions:
-    """The options with a precision: by default that of a quantized target, or else fp32.
+    """The options with a definite precision: by default a quantized target's, or else fp32.
 
     Matrices that a quantized target holds in floating point keep their type. The portable lowering turns int4 into
     int8, as opset 20 has no four-bit integers.
@@ -67,18 +67,18 @@ def for_checkpoint(options: BuildOptions) -> BuildOptions:
 
 
 def build_target(build: Build) -> WrittenTarget:
-    """Loads, checks, traces, rewrites and writes the target, and measures its rounding.
+    """Loads, checks, traces, rewrites and writes the target, and measures the effect of its quantization.
 
     Raises:
         BuildError: it cannot be read or traced, differs from plain transformers, or does not fit options or methods.
     """
     options = build.options
-    calibration = read_calibration_text(build)  # first, as loading a model may take long
+    calibration = read_calibration_text(build)  # before the model, whose loading may take long
     with build.during("loading the target"):
         checkpoint = load_checkpoint(options.target)
     plan = plan_target(options, checkpoint)
     sample = run_sample(build, checkpoint)
-    with build.during("checking the target's lowering"):
+    with build.during("comparing the target with transformers"):
         check(options, checkpoint)
     written = write_target(build, plan, checkpoint, calibration)
     del checkpoint  # as its written graph and drafts are loaded next
@@ -87,19 +87,16 @@ def build_target(build: Build) -> WrittenTarget:
 
 
 def read_calibration_text(build: Build) -> list[int]:
-    """The tokens of the text to round for; none if the options do not ask for it.
+    """The tokens of the calibration text; none if the options do not calibrate.
 
     Raises:
-        BuildError: it cannot be read, or is too short.
+        BuildError: the text cannot be read, or is too short.
     """
     path = build.options.calibration_data
     text = calibration_text(path) if build.options.calibrated else ""
     tokens: list[int] = build.tokenizer.tokenizer.encode(text).ids
-    if path is not None and len(tokens) < LEAST_TOKENS:
-        raise BuildError(
-            f"{path}: {counted(len(tokens), 'token')} of calibration data; expected some thousand, and at least "
-            f"{LEAST_TOKENS}"
-        )
+    if path is not None and len(tokens) < MIN_TOKENS:
+        raise BuildError(f"{path}: {counted(len(tokens), 'token')} of calibration data; expected at least {MIN_TOKENS}")
     return tokens
 
 
@@ -128,7 +125,7 @@ def plan_target(options: BuildOptions, checkpoint: Checkpoint) -> BuildPlan:
 
 
 def _chains(method: Method, options: MethodOptions, target: Checkpoint) -> Method:
-    """A method with chains instead of trees, for a target with layers that read text token by token."""
+    """A method with chains instead of trees, for a target with layers without attention."""
     branching = [tree for tree in method.token_trees() if not_a_chain(tree)]
     if (branching and options.trees) or method.own_widths:
         raise BuildError(
@@ -148,16 +145,16 @@ def _max_seq_len(options: BuildOptions, target: Checkpoint) -> int:
 
 
 def run_sample(build: Build, checkpoint: Checkpoint) -> graph_checks.Reference | None:
-    """Runs the checkpoint over the text that rounding is measured on; None if nothing is rounded."""
+    """Runs the checkpoint over the text on which quantization is measured; None if nothing is quantized."""
     if build.options.precision not in QUANTIZED:
         return None
-    with build.during("reading the target's sample text"):
+    with build.during("running the target over a sample text"):
         tokens = build.tokenizer.tokenizer.encode(graph_checks.default_text()).ids
         return graph_checks.reference(checkpoint, tokens)
 
 
 def check(options: BuildOptions, checkpoint: Checkpoint) -> None:
-    """Compares our lowering with plain transformers."""
+    """Compares our lowering, and split models, with plain transformers."""
     parity.require_parity(checkpoint, options.lowering)
     if options.inputs_embeds:
         parity.require_parity(checkpoint, options.lowering, embeds=True)
@@ -166,7 +163,7 @@ def check(options: BuildOptions, checkpoint: Checkpoint) -> None:
 
 
 def write_target(build: Build, plan: BuildPlan, checkpoint: Checkpoint, calibration: Sequence[int]) -> WrittenTarget:
-    """Traces the step graph with what methods add, and writes it; a split target's is traced rank by rank."""
+    """Traces the step graph with the methods' additions, and writes it; a split target is traced rank by rank."""
     options, ranks = build.options, build.options.tensor_parallel
     with build.during("tracing the target"):
         added = [exporter_of(method).add_to_target(method, checkpoint, options, plan) for method in plan.methods]
@@ -174,7 +171,7 @@ def write_target(build: Build, plan: BuildPlan, checkpoint: Checkpoint, calibrat
         if graphs and ranks > 1:
             raise BuildError(
                 f"tensor_parallel is {ranks}, and a method drafts with layers of the target, which are split; choose a "
-                "draft of its own"
+                "separate draft"
             )
         step = _StepTracer(options, plan, checkpoint, [each for each in added if isinstance(each, Addition)])
         if ranks == 1:
@@ -186,7 +183,7 @@ def write_target(build: Build, plan: BuildPlan, checkpoint: Checkpoint, calibrat
         models = iter([_write_ranks(build, step)])
     else:
         storage = (options.target_storage, options.draft_storage)
-        models = iter(write_models(build, "target", graphs, checkpoint, *storage))
+        models = iter(write_models(build, "target", "target", graphs, checkpoint, *storage))
     model = next(models)
     methods = tuple(
         with_draft(method, next(models)) if isinstance(addition, TracedGraph) else method
@@ -202,7 +199,7 @@ def write_target(build: Build, plan: BuildPlan, checkpoint: Checkpoint, calibrat
 
 @dataclass(frozen=True)
 class _StepTracer:
-    """Traces the step graph of a target, or of one rank's share of it."""
+    """Traces the step graph of a target, or of a rank's share of it."""
 
     options: BuildOptions
     plan: BuildPlan
@@ -234,9 +231,9 @@ def _write_ranks(build: Build, step: _StepTracer) -> Model:
     models, files = [], []
     options, checkpoint = build.options, step.target
     for rank in range(options.tensor_parallel):
-        role = f"target/rank-{rank}"
+        role, name = f"target/rank-{rank}", f"target's rank {rank}"
         graph = step.trace(split_checkpoint(checkpoint, rank, options.tensor_parallel))
-        (model,) = write_models(build, role, [graph], checkpoint, options.target_storage, options.draft_storage)
+        (model,) = write_models(build, role, name, [graph], checkpoint, options.target_storage, options.draft_storage)
         segments = {f"{role}/{at:03}.onnx": segment for at, segment in enumerate(cut(graph.model))}
         for name, segment in segments.items():
             ir.save(segment, build.folder / name)
@@ -246,10 +243,10 @@ def _write_ranks(build: Build, step: _StepTracer) -> Model:
 
 
 def measure(build: Build, written: WrittenTarget, sample: graph_checks.Reference | None) -> WrittenTarget:
-    """Measures the effect of rounding on the logits, if onnxruntime is installed, which builds do not require."""
+    """Measures the effect of quantization on the logits; skipped without onnxruntime, which builds do not require."""
     model = written.model
     if sample is not None:
-        with build.during("measuring the target's rounding"), contextlib.suppress(BackendError):
+        with build.during("measuring the effect of quantization"), contextlib.suppress(BackendError):
             quality = graph_checks.measure(build.folder.joinpath, build.options.lowering, model, sample)
             model = msgspec.structs.replace(model, precision=msgspec.structs.replace(model.precision, quality=quality))
     return msgspec.structs.replace(written, model=model)

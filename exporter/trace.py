@@ -1,4 +1,4 @@
-"""Traces the modules of ``specexport.graphs`` into ``onnx_ir`` models with symbolic B, T, S: the masters.
+"""Traces the modules of ``specexport.graphs`` into ``onnx_ir`` models with symbolic B, T, S: the master graphs.
 
 The step program's graphs (accept, fill, commit) hardly depend on the model; :func:`write_program` writes them.
 """
@@ -51,23 +51,23 @@ from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
 
 PROGRAM_OPSET = 18
-"""Opset of the accept and fill graphs, for which ONNX Runtime has CUDA kernels of all their operators: Equal changed in
-opset 19, ReduceMax and ReduceMin in 20, and kernels of the new versions came late."""
+"""Opset of the accept and fill graphs, all of whose operators have CUDA kernels in ONNX Runtime. Equal changed in opset
+19, ReduceMax and ReduceMin in 20, and their new versions got kernels late."""
 _FOLDER = "program"
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 _SIZES = {"B": 2, "R": 3, "N-1": 4, "T": 5, "N": 5, "C": 6, "K": 7, "S": 24, "V": 40}
-"""Sizes to trace with: those of one graph differ from each other and from 0 and 1, which torch.export would specialize
-on."""
+"""Sizes to trace with. Within a graph they differ from each other, and from 0 and 1, on which torch.export would
+specialize."""
 Inputs = Sequence[Tensor | Sequence[Tensor]]
-"""A module's inputs in the order of its parameters; a parameter that is a list of tensors is a sequence."""
+"""A module's inputs in the order of its parameters; a sequence stands for a parameter that is a list of tensors."""
 PASS_INPUTS = (tensors.INPUT_IDS, tensors.LAST_ROW, tensors.UNIFORM.shaped("B"), tensors.PAST_LENGTH)
-"""The first inputs of every draft's pass, which draws one token."""
+"""The first inputs of every draft's pass."""
 
 
 def trace_step(module: StepModule, cache: Sequence[CacheLayer], embedding_size: int | None = None) -> ir.Model:
-    """The step graph of a target, or of a draft with Medusa heads; see :func:`~specexport.contract.signature`.
+    """The step graph of a target, or of a draft with Medusa heads.
 
-    With an ``embedding_size`` H it also reads embeddings instead of tokens.
+    With an ``embedding_size`` H it can also read embeddings instead of tokens.
     """
     layers = list(module.states.values())
     inputs: Inputs = [*STEP_INPUTS, _past(cache, layers), *embedding_inputs(embedding_size)]
@@ -76,9 +76,9 @@ def trace_step(module: StepModule, cache: Sequence[CacheLayer], embedding_size: 
 
 
 def trace_draft_pass(draft: DraftPass, cache: Sequence[CacheLayer], lowering: LoweredAs = "native") -> ir.Model:
-    """One pass of a draft (:class:`~specexport.graphs.propose.DraftPass`), which becomes a loop's body.
+    """A pass of a draft, which becomes a loop's body.
 
-    Its inputs are those of the propose graph, and the rows of earlier passes (:func:`row_inputs`).
+    Its inputs are the propose graph's and the rows of earlier passes (:func:`row_inputs`).
     """
     layers = list(draft.states.values())
     rows = row_inputs(cache, layers)
@@ -88,7 +88,7 @@ def trace_draft_pass(draft: DraftPass, cache: Sequence[CacheLayer], lowering: Lo
 
 
 def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Model:
-    """The accept graph of a rule (see ``specexport.graphs.program``).
+    """The accept graph of a rule.
 
     ``max_children`` and ``candidates``, the number of tokens in the support of q, matter only to lossless acceptance.
     """
@@ -102,10 +102,10 @@ def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Mod
 
 
 def trace_fill(candidates: int, stages: int = 0) -> ir.Model:
-    """The fill graph (see ``specexport.graphs.program``); ``candidates`` is M."""
+    """The fill graph for M = ``candidates``, of a draft or of a speculator with ``stages``."""
     signature, count = fill_signature(candidates, stages), len(tensors.DRAFTED)
     inputs: Inputs = signature.inputs
-    if stages:  # a list of each kind
+    if stages:  # a list of tensors of each kind
         drafted, layout = signature.inputs[: count * stages], signature.inputs[count * stages :]
         inputs = [*(drafted[kind::count] for kind in range(count)), *layout]
     module = StagesFillModule() if stages else FillModule()
@@ -113,14 +113,14 @@ def trace_fill(candidates: int, stages: int = 0) -> ir.Model:
 
 
 def trace_commit(cache: Sequence[CacheLayer]) -> ir.Model:
-    """The commit graph of a model lowered natively (see ``specexport.graphs.program``)."""
+    """The commit graph of a model in the native lowering."""
     return trace_module(CommitModule(), [*COMMIT.inputs, caches(cache)], cache_outputs(cache, (), "native", "T"))
 
 
 def row_inputs(cache: Sequence[CacheLayer], layers: Sequence[StateLayer] = ()) -> tuple[Tensor, ...]:
     """A pass's inputs for the R tokens of earlier passes, whose rows are not in the cache yet: ``row.key.0, ...``.
 
-    For layers without attention, they are rows and states as the pass before returned them.
+    For layers without attention, they are the rows and states that the pass before returned.
     """
     keys, values = (Tensor(f"row.{kind}", "float32", ("B", "Hkv", "R", "D")) for kind in ("key", "value"))
     kept = [Tensor(name.replace("new_", "row.", 1), "float32", name.dims) for name in new_states(layers, "R")]
@@ -145,11 +145,11 @@ def trace_module(
 
     Args:
         module: the module.
-        inputs: see :data:`Inputs`.
+        inputs: the module's inputs.
         outputs: names of its outputs.
-        lowering: how its attention is lowered.
-        opset: None for the lowering's.
-        rotary: the submodule whose family's rotary embedding to fuse; None for none.
+        lowering: the lowering of its attention.
+        opset: the opset; None for the lowering's.
+        rotary: the submodule whose rotary embedding to fuse; None for none.
     """
     flat = [tensor for entry in inputs for tensor in ([entry] if isinstance(entry, Tensor) else entry)]
     names = list(map(str, flat))
@@ -213,14 +213,14 @@ def _dimensions(symbols: Collection[str]) -> dict[str, Any]:
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, str]:
-    """Maps the names of parameters tied to earlier ones to the names of those, which checkpoints use."""
+    """The names of tied parameters, mapped to the name of the first of them, which checkpoints use."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in named if name != first[id(parameter)]}
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """The cause of an error, which torch's exporter wraps in advice to its own users."""
+    """The original cause of an error; torch's exporter wraps it in advice to its own users."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -108,7 +108,7 @@ def _write(path: Path, graph: ir.Model) -> None:
 
 
 def _key(module: torch.nn.Module, about: Iterable[object]) -> str:
-    """A hash of what a trace depends on: the module's settings and small weights, ``about``, the exporter's code."""
+    """A hash of everything that determines a trace: the module's settings and small weights, ``about``, our code."""
     parts = hashlib.sha256(fingerprint().encode())
     tensors: dict[str, torch.Tensor] = {}
     for name, submodule in module.named_modules(remove_duplicate=False):
@@ -120,7 +120,7 @@ def _key(module: torch.nn.Module, about: Iterable[object]) -> str:
         tensors |= {f"{name}.{key}": value for of in namespaces for key, value in of.items() if torch.is_tensor(value)}
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
-        # Tied weights are one initializer, but equal ones are not.
+        # Tied weights become one initializer, equal weights do not.
         parts.update(repr((first.setdefault(id(tensor), name), name, tensor.shape, tensor.dtype)).encode())
         if not _large(tensor) or not isinstance(tensor, torch.nn.Parameter):
             numbers = read_parameter(tensor).contiguous()

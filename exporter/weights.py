@@ -1,4 +1,4 @@
-"""Writes a model's weights into one file, a tensor at a time, and quantizes them meanwhile."""
+"""Writes a model's weights into one file, tensor by tensor, and quantizes them on the way."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ _Matrix = npt.NDArray[np.float32]
 
 @dataclass
 class WeightsReport:
-    """How a model's matrices were stored.
+    """A report on the stored matrices of a model.
 
     Attributes:
-        quantized: names, in the graph, of quantized matrices.
-        not_quantized: names of matrices stored in fp32 instead, with the reason.
-        kept: names, in the checkpoint, of matrices that kept its integers and scales.
-        converted: names of matrices that were quantized there and rounded again.
+        quantized: names of quantized matrices in the graph.
+        not_quantized: names of matrices that had to be stored in fp32, with the reason.
+        kept: names of the checkpoint's matrices that kept their integers and scales.
+        converted: names of the checkpoint's quantized matrices that were rounded again.
         kept_block: largest number of weights that share a scale, among kept matrices.
         any_scales: whether some scales are of a kind that only CPUs read.
         rounding: the rounding error of all quantized matrices.
-        rounded_again: that of the converted ones.
+        rounded_again: the rounding error of the converted matrices.
     """
 
     quantized: list[str] = field(default_factory=list)
@@ -103,9 +103,9 @@ class WeightsFile(DataFile):
 
         Args:
             model: changed in place.
-            storage: of matrices that are multiplied or looked up; everything else (norms, biases) is stored in fp32.
-            heads: of the matrices of Medusa heads; None for ``storage``.
-            checkpoint: its tensors by name. Quantized ones keep their scales if the bundle can store them.
+            storage: the storage of matrices that are multiplied or looked up; norms and biases are stored in fp32.
+            heads: the storage of the matrices of Medusa heads; None for ``storage``.
+            checkpoint: the checkpoint's tensors by name; quantized tensors keep their scales if possible.
         """
         self._tensors = checkpoint or {}
         self._quantized = {name for name, tensor in self._tensors.items() if isinstance(tensor, QuantizedTensor)}
@@ -122,7 +122,7 @@ class WeightsFile(DataFile):
             return
         array = tensor.numpy()
         if storage.kind == "stored" or (storage.kind == "int4" and self._rounded(value)):
-            kind = self._as_stored(value)  # a column with one scale has no four bits
+            kind = self._as_stored(value)  # int4 needs blocks
             storage = replace(storage, kind="int8" if kind == "int4" and storage.block_size is None else kind)
         if storage.rest is not None and not self._quantized_before(value):
             storage = Storage(storage.rest, storage.block_size)
@@ -135,18 +135,18 @@ class WeightsFile(DataFile):
                 value.replace_all_uses_with(restored)
                 del graph.initializers[_name(value)]
         else:
-            assert storage.kind != "stored", "replaced above"
+            assert storage.kind != "stored"
             self._quantize(graph, value, array, storage.kind, storage)
         self._progress(array.nbytes)
 
     def _rounded(self, value: ir.Value) -> list[RoundedTensor]:
-        """The parts that a matrix was joined from, if this build rounded all of them earlier."""
+        """The parts that a matrix was joined from, if this build calibrated all of them."""
         parts = [self._tensors.get(name) for name in names_in(_name(value))]
         rounded = [part for part in parts if isinstance(part, RoundedTensor)]
         return rounded if len(rounded) == len(parts) else []
 
     def _as_stored(self, value: ir.Value) -> StoredAs:
-        """The precision that stores a matrix as the checkpoint does: the widest of its parts."""
+        """The precision that stores a matrix as the checkpoint does, given by the part with the most bits."""
         kinds: list[StoredAs] = []
         for name in names_in(_name(value)):
             tensor = self._tensors.get(name.partition("[")[0])
@@ -157,7 +157,7 @@ class WeightsFile(DataFile):
         return max(kinds, key=_WIDTHS.index)
 
     def _half(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: str) -> ir.Value | None:
-        """Stores a matrix in 16 bits and returns it cast to fp32; None if it does not fit and is stored in fp32."""
+        """A matrix, stored in 16 bits and cast to fp32; None if it does not fit, and is stored in fp32."""
         dtype = HALF_TYPES[kind]
         largest = max(float(np.abs(chunk).max(initial=0.0)) for chunk in row_chunks(array))
         if largest > float(ml_dtypes.finfo(dtype.numpy()).max):
@@ -174,15 +174,15 @@ class WeightsFile(DataFile):
         value.const_value = self.write(_name(value), ir.DataType.FLOAT, array.shape, row_chunks(array))
 
     def _quantize(self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: Kind, storage: Storage) -> None:
-        """Stores a matrix once for each node that reads it: ``[K,N]`` for products, ``[V,H]`` for look-ups.
+        """Stores a copy of a matrix for each node that reads it: ``[K,N]`` for products, ``[V,H]`` for look-ups.
 
-        A stack of experts, ``[E,K,N]``, is looked up too.
+        Experts are gathered from their stack, ``[E,K,N]``, like rows that are looked up.
         """
         by_column = kind == "fp8" or storage.block_size is None
         readers = [(node, index, role_of(node, index)) for node, index in value.uses()]
         half = None
         if by_column and any(role in GATHERED for _, _, role in readers):
-            # Compilers that accept 8-bit constants only before a DequantizeLinear could not gather from them.
+            # Some compilers accept 8-bit constants only before a DequantizeLinear, so they cannot gather from them.
             half = self._half(graph, value, array, "fp16")
             if half is None:
                 return
@@ -190,8 +190,8 @@ class WeightsFile(DataFile):
             if role in GATHERED and half is not None:
                 node.replace_input_with(index, half)
                 continue
-            # A tied head reads Transpose(embedding). On CPUs it shares the embedding's copy, which is int8 whatever the
-            # precision, as rows are looked up; elsewhere it gets a transposed copy, so that blocks lie along K.
+            # A tied head reads Transpose(embedding). On CPUs it shares the embedding's copy, which is always int8, as
+            # rows are looked up; on other devices it gets a transposed copy, so that blocks lie along K.
             by_rows = role == "lookup" or (role == "tied" and not by_column and storage.any_scales)
             matrix = array.T if role == "tied" and not by_rows else array
             axis = int(by_rows or role == "experts")
@@ -221,7 +221,7 @@ class WeightsFile(DataFile):
                 kind=width,
                 gathered=role in GATHERED,
                 by_rows=by_rows,
-                # int8 keeps scales that every backend reads: they are at most a ninth of it.
+                # int8 keeps scales that every backend reads, as they take at most a ninth of its size.
                 any_scales=storage.any_scales and storage.kind != "int8",
                 kept=kept,
                 rounded=() if kept is None else tuple(self._rounded(value)),
@@ -239,7 +239,7 @@ class WeightsFile(DataFile):
         del graph.initializers[_name(value)]
 
     def _quantized_before(self, value: ir.Value) -> bool:
-        """Whether a matrix is quantized in the checkpoint; of experts stacked while loading, whether one is."""
+        """Whether a matrix, or any expert of a stack composed in loading, is quantized in the checkpoint."""
         names = names_in(_name(value))
         stack = f"{names[0].rpartition('.')[0]}."
         quantized = self._quantized
@@ -250,14 +250,14 @@ class WeightsFile(DataFile):
     def _kept_scales(
         self, value: ir.Value, matrix: _Matrix, kind: Kind, storage: Storage, *, by_rows: bool
     ) -> Scales | None:
-        """The checkpoint's own scales of a matrix, which may be stored ``by_rows``, if it can be stored with them."""
+        """The checkpoint's own scales of a matrix, perhaps stored ``by_rows``, if the bundle can store it with them."""
         parts = [self._scales_of(name) for name in names_in(_name(value))]
         kept = quantize.kept_scales(parts, matrix.shape[::-1] if by_rows else matrix.shape, kind, storage)
         # Rows are looked up without zero points.
         return None if by_rows and kept is not None and kept.zero is not None else kept
 
     def _scales_of(self, name: str) -> Scales | None:
-        """The checkpoint's own scales of a matrix, or of one in a stack: ``stack[3]``."""
+        """The checkpoint's own scales of a matrix, or of a matrix in a stack, such as ``stack[3]``."""
         stack, bracket, index = name.partition("[")
         tensor = self._tensors.get(stack)
         scales = tensor.scales() if isinstance(tensor, QuantizedTensor) else None
@@ -305,7 +305,7 @@ class WeightsFile(DataFile):
         return StoredMatrix(copy.name, stored, factors("scale", scale), zero, offset, copy.block, copy.by_rows)
 
     def _numbers(self, copy: MatrixCopy, values: Sequence[npt.NDArray[Any] | None]) -> Chunks:
-        """The numbers of a matrix over known scales: one per column, ``[N]``, or the checkpoint's own."""
+        """The numbers of a matrix for given scales, which are the checkpoint's or belong to columns, ``[N]``."""
         start = 0
         for chunk in copy.chunks():
             end = start + len(chunk)
@@ -320,14 +320,13 @@ class WeightsFile(DataFile):
     def _block_numbers(
         self, copy: MatrixCopy, block: int, scales: list[_Matrix], zeros: list[npt.NDArray[np.int8]]
     ) -> Chunks:
-        """The numbers of a matrix; appends the scales, and zero points if there are any, that are chosen meanwhile."""
+        """The numbers of a matrix in blocks; appends the chosen scales and, if there are any, the zero points."""
         zero_points = copy.any_scales and copy.axis == 0 and copy.matrix.size // block % 2 == 0
         for chunk in copy.chunks():
             if copy.kind == "int8":
                 blocks = quantize.quantize_blocks(chunk, copy.axis, block, 127)
             else:
-                least = -8 if zero_points else -7
-                blocks = quantize.fit_blocks(chunk, copy.axis, block, least, 7, zero_points=zero_points)
+                blocks = quantize.fit_blocks(chunk, copy.axis, block, zero_points=zero_points)
             scales.append(blocks.scale)
             if blocks.zero is not None:
                 zeros.append(blocks.zero)

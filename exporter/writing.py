@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from specexport.contract.errors import BuildError
+from specexport.contract.methods import Method
 from specexport.contract.model import BYTES_PER_WEIGHT, CacheLayer, GraphFiles, Model, PrecisionInfo, QuantizedBefore
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build_state import Build
@@ -22,10 +23,10 @@ from specexport.exporter.weights import WeightsFile, WeightsReport
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """A graph of a checkpoint's layers, all or the first ones.
+    """A graph of all or the first layers of a checkpoint.
 
     Attributes:
-        points: its shape points.
+        points: shape points of the graph.
     """
 
     name: str
@@ -38,21 +39,29 @@ class TracedGraph:
 def write_models(
     build: Build,
     role: str,
+    name: str,
     graphs: list[TracedGraph],
     checkpoint: Checkpoint,
     storage: Storage,
     heads: Storage | None = None,
 ) -> list[Model]:
-    """Writes one weights file, and the graphs that share it, into the folder ``role``; graphs are rewritten in place.
+    """Writes a weights file and the graphs that share it, which are rewritten in place.
 
-    ``heads`` is the storage of Medusa heads; None for ``storage``.
+    Args:
+        build: the build.
+        role: the folder of the bundle to create.
+        name: the model in messages.
+        graphs: graphs of layers of the checkpoint.
+        checkpoint: the checkpoint with the weights.
+        storage: the storage of the weights.
+        heads: the storage of Medusa heads; None for ``storage``.
 
     Returns:
-        The manifest's entry of each.
+        The manifest's entry of each graph.
     """
-    folder, title = build.folder / role, f"writing the {role}'s weights ({storage.kind})"
+    folder, title = build.folder / role, f"writing the {name}'s weights ({storage.kind})"
     folder.mkdir(parents=True)
-    total = int(BYTES_PER_WEIGHT[storage.kind] * checkpoint.parameters)  # about; the last line has what was written
+    total = int(BYTES_PER_WEIGHT[storage.kind] * checkpoint.parameters)  # an estimate; the last report is exact
     done = 0.0
 
     def advance(size: int) -> None:
@@ -115,11 +124,16 @@ def _absolute(source: str) -> str:
 
 
 def write_draft(
-    draft: Checkpoint, build: Build, graph: ir.Model, points: tuple[ShapePoint, ...], role: str, name: str = "propose"
+    draft: Checkpoint,
+    build: Build,
+    graph: ir.Model,
+    points: tuple[ShapePoint, ...],
+    method: Method,
+    name: str = "propose",
 ) -> Model:
-    """Writes a draft's graph into the bundle's folder ``role``, and returns the manifest's entry."""
+    """Writes a method's draft, whose graph is called ``name``, and returns the manifest's entry."""
     traced = TracedGraph(name, graph, points, draft.cache, draft.parameters)
-    (model,) = write_models(build, role, [traced], draft, build.options.draft_storage)
+    (model,) = write_models(build, method.role, method.draft_name, [traced], draft, build.options.draft_storage)
     return model
 
 

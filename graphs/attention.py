@@ -1,12 +1,12 @@
-"""Lowers every attention layer of a transformers model: the only hook between model code and our graphs.
+"""Lowers the attention layers of transformers models: the only hook between model code and our graphs.
 
-In transformers, an attention function can be registered by name and chosen per model, so we need no model code of our
-own: the model calls :func:`attend` with its new queries, keys and values, and the active *lowering* decides how they
-use the static cache. There are two lowerings:
+transformers lets models use an attention function that is registered by name, so we need no model code of our own: the
+model calls :func:`attend` with its new queries, keys and values, and the active *lowering* combines these with the
+static cache. There are two lowerings:
 
-* :class:`NativeLowering`: one TensorScatter into the cache, and one Attention over it (opset 24).
+* :class:`NativeLowering`: TensorScatter into the cache, then Attention over it (opset 24).
 * :class:`TwoPartLowering`: MatMul and Softmax over two parts, the old cache and the new rows. The cache is only read,
-  and the new rows are returned. Portable step graphs use it, as opset 20 can express it; propose graphs always do, as a
+  and the new rows are returned. Portable step graphs use it, as it needs only opset 20; so do all propose graphs, as a
   graph can write a cache in place only once.
 """
 
@@ -28,8 +28,8 @@ from specexport.graphs.recurrent import active_states
 
 ATTENTION_NAME = "specexport"
 
-# Arguments of attention functions without effect here: masks are our own, dropout is off in evaluation mode, and rotary
-# positions have been applied.
+# Arguments of attention functions that have no effect here: masks are built by lowerings, dropout is off in evaluation
+# mode, and rotary positions have been applied.
 _HARMLESS = {
     "attention_mask", "cache_position", "dropout", "head_mask", "is_causal", "output_attentions",
     "output_hidden_states", "position_embeddings", "position_ids", "return_dict", "use_cache",
@@ -47,15 +47,15 @@ class AttentionCall(NamedTuple):
     sums round differently.
 
     Attributes:
-        layer: its index.
-        query: ``[B,Hkv,G*T,D]``.
+        layer: the layer's index.
+        query: new queries ``[B,Hkv,G*T,D]``.
         key: new keys ``[B,Hkv,T,D]``.
         value: new values ``[B,Hkv,T,D]``.
         group: G.
         scaling: factor of the scores.
         softcap: bound of the scores, by tanh.
-        window: keys this many positions back, or more, are hidden.
-        sink: ``[1,Hkv,G*T,1]``, an additional score that takes its share of the softmax; None for none.
+        window: number of positions that a token sees, its own included.
+        sink: an additional score ``[1,Hkv,G*T,1]`` that takes its share of the softmax.
     """
 
     layer: int
@@ -70,7 +70,7 @@ class AttentionCall(NamedTuple):
 
 
 class Lowering(Protocol):
-    """Turns a layer's attention into graph operations."""
+    """Traces the attention of layers into a graph."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attention over the cache and the new rows, ``[B,Hkv,G*T,D]``."""
@@ -158,11 +158,11 @@ AttentionInterface.register(ATTENTION_NAME, attend)
 
 @contextlib.contextmanager
 def sample_masks(max_positions: int) -> Iterator[None]:
-    """Context in which models get two rows of their mask, far into the longest text, instead of no mask.
+    """Context in which models pass two rows of their mask, far into the longest text, to their attention.
 
-    Lowerings build masks from the window that a model passes to its attention. Some families pass none and rely on the
-    mask, or mask by other rules. A short text would not show that, so :func:`attend` compares these rows with its own.
-    The model must be called with two tokens.
+    Lowerings build masks from the window that a model passes to its attention. Some families pass no window and rely on
+    the mask, or mask by other rules. Short texts would not show that, so :func:`attend` compares these rows with its
+    own. The model must be called with two tokens.
     """
     queries = torch.tensor(_sampled_queries(max_positions))[None, None, :, None]
     keys = torch.arange(max_positions)[None, None, None, :]
@@ -186,7 +186,7 @@ def _sampled_queries(max_positions: int) -> list[int]:
 
 
 def _require_known_mask(module: torch.nn.Module, mask: torch.Tensor, window: int | None) -> None:
-    """Compares a mask of :func:`sample_masks` with the lowerings' own."""
+    """Compares a mask of :func:`sample_masks` with the one that lowerings would build."""
     positions = mask.shape[-1]
     distance = torch.tensor(_sampled_queries(positions))[:, None] - torch.arange(positions)
     ours = (distance >= 0) & (distance < (positions if window is None else window))
@@ -198,7 +198,7 @@ def _require_known_mask(module: torch.nn.Module, mask: torch.Tensor, window: int
 
 
 class _CacheLayer:
-    """A layer of a cache, for the queries of model code that prepares a call; the answers have no effect."""
+    """A layer of a cache; model code asks for these values, but they have no effect."""
 
     is_sliding = False
     is_compileable = True
@@ -223,12 +223,12 @@ class PassThroughCache(Cache):  # type: ignore[misc]
         return 0
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None, as states are read where they are used."""
+        """None: :class:`~specexport.graphs.recurrent.States` reads the states."""
 
     get_recurrent_state = get_conv_state
 
     def update_conv_state(self, conv_states: Any, layer_idx: int, *, conv_kernel_size: int, **_: Any) -> Any:
-        """A convolution's inputs, preceded by the earlier ones that it reads."""
+        """The inputs of a convolution, preceded by the earlier inputs that it reads."""
         states = active_states()
         if states is None:
             raise BuildError("it has layers without attention, which are supported only in targets")
@@ -240,23 +240,23 @@ class PassThroughCache(Cache):  # type: ignore[misc]
             raise BuildError("its recurrent layers follow a rule that specexport does not know")
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[Any, int]:
-        """The new rows only; masks are the lowerings' own."""
+        """The size of the new rows alone: lowerings build masks themselves."""
         return query_length, 0
 
 
 def full_mask(tree_mask: torch.Tensor, past_length: torch.Tensor, cache_rows: int) -> torch.Tensor:
-    """Which cache rows each new token sees after the new rows are written: bool ``[B,T,S]``.
+    """The mask of the cache's rows, once the new rows are written: bool ``[B,T,S]``, true for rows that a token sees.
 
     All tokens see the rows before ``past_length``; ``tree_mask`` applies to the next T rows; no token sees the rest.
     """
     tokens = tree_mask.shape[1]
     seen = (torch.arange(cache_rows) < past_length[:, None])[:, None, :].expand(-1, tokens, -1)
-    # Without arithmetic on sizes: on a GPU each would be copied there in every step.
+    # Without arithmetic on sizes, whose results would be copied to a GPU in every step.
     return seen.scatter(2, _new_rows(past_length, tokens)[:, None, :].expand(-1, tokens, -1), tree_mask)
 
 
 def key_positions(position_ids: torch.Tensor, past_length: torch.Tensor, cache_rows: int) -> torch.Tensor:
-    """The position of each cache row's token, int64 ``[B,S]``: committed rows are in order, new ones at their own."""
+    """The position of the token in each cache row, int64 ``[B,S]``; the positions of committed rows are in order."""
     row = torch.arange(cache_rows)[None, :].expand(past_length.shape[0], -1)
     return row.scatter(1, _new_rows(past_length, position_ids.shape[1]), position_ids)
 
@@ -271,17 +271,17 @@ def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 def _weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-    """The softmax of scores ``[B,Hkv,G*T,S]``, after the share of a sink."""
+    """The softmax of scores ``[B,Hkv,G*T,S]``, less the share of a sink."""
     if sink is None:
         return scores.softmax(-1)
     return torch.cat([scores, sink.expand(scores.shape[0], -1, -1, -1)], -1).softmax(-1)[..., :-1]
 
 
 class NativeLowering:
-    """TensorScatter into the static cache, then Attention over it with an explicit boolean mask.
+    """TensorScatter into the static cache, then Attention over it with a boolean mask.
 
     Attributes:
-        returned: each layer's (key, value) cache, which includes the new rows after the model has run.
+        returned: the (key, value) cache of each layer; it includes the new rows after the model has run.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class NativeLowering:
         self.returned = list(past)
 
     def _new_mask(self, group: int, window: int | None) -> torch.Tensor:
-        """The mask ``[B,1,G*T,S]``, in which a sliding window hides keys ``window`` or more positions back."""
+        """The mask ``[B,1,G*T,S]``."""
         seen = self._seen
         if window is not None:
             keys = key_positions(self._position_ids, self._past_length, self._rows)
@@ -323,17 +323,17 @@ _HIDDEN = torch.finfo(torch.float32).min / 2
 
 
 class TwoPartLowering:
-    """Attention with one softmax over the cache, which is only read, and over the rows that are not in it yet.
+    """Attention with one softmax over the cache, which is only read, and over new rows that are not in it yet.
 
     Args:
-        past: each layer's (key, value) cache ``[B,Hkv,S,D]``.
-        past_length: int64 ``[B]``, its valid rows.
-        seen: bool ``[B,T,F]``, which of the new rows each of the T tokens sees.
-        positions: int64 ``[B,F]`` of the new rows, those of the T tokens last; committed rows are in order.
-        rows: each layer's (key, value) rows ``[B,Hkv,F-T,D]`` of earlier passes; None if there are none and F = T.
+        past: the (key, value) cache of each layer, ``[B,Hkv,S,D]``.
+        past_length: number of valid rows of the cache, int64 ``[B]``.
+        seen: mask of the new rows that each token sees, bool ``[B,T,F]``.
+        positions: positions of the new rows, int64 ``[B,F]``, with the T tokens last; committed rows are in order.
+        rows: the (key, value) rows of earlier passes in each layer, ``[B,Hkv,F-T,D]``; None if F = T.
 
     Attributes:
-        returned: each layer's (key, value) new rows, ``[B,Hkv,F,D]`` after the model has run.
+        returned: the (key, value) new rows of each layer, ``[B,Hkv,F,D]``, after the model has run.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class TwoPartLowering:
         self.returned = list(past)
 
     def _new_bias(self, group: int, window: int | None) -> torch.Tensor:
-        """A bias of the scores, ``[B,1,G*T,S+F]``: 0 for a row that a token sees, very low for a hidden one."""
+        """The bias of the scores, ``[B,1,G*T,S+F]``: 0 for rows that a token sees, ``_HIDDEN`` for hidden rows."""
         tokens = self._seen.shape[1]
         cached = torch.arange(self._past[0][0].shape[2])[None, None, :]
         in_cache, among_new = (cached < self._past_length).expand(-1, tokens, -1), self._seen
@@ -365,7 +365,7 @@ class TwoPartLowering:
         return torch.cat([torch.where(seen, 0.0, _HIDDEN)] * group, dim=2)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """See :class:`Lowering`; with few operators, as their number determines the cost of a draft's pass."""
+        """Attention in few operators, as their number determines the cost of a draft's pass."""
         past_key, past_value = self._past[call.layer]
         new_key, new_value = call.key, call.value
         if self._rows is not None:

@@ -1,7 +1,7 @@
-"""Lowers mixtures of experts of transformers models, so that only the chosen experts cost time.
+"""Lowers the mixtures of experts of transformers models, so that only the chosen experts cost time.
 
-In transformers, an experts function can be registered by name and chosen per model, as for attention
-(:mod:`specexport.graphs.attention`): the router remains the model's own, and :func:`apply_experts` runs the experts.
+As for attention (:mod:`specexport.graphs.attention`), transformers lets models use a function that is registered by
+name: the model's own router chooses, and :func:`apply_experts` runs the experts.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def apply_experts(
 ) -> torch.Tensor:
     """The experts function that transformers calls (see ``transformers.integrations.moe.ExpertsInterface``).
 
-    The weights of ``min(E, N*k)`` experts, which include all chosen ones, are gathered from their stack and multiplied
+    The weights of ``min(E, N*k)`` experts, among them all chosen experts, are gathered from their stack and multiplied
     by all N tokens: a step of one token reads k experts, and a prefill chunk reads each expert once. For CPUs, the
-    exporter gives each expert a branch instead (:mod:`specexport.exporter.passes.experts`).
+    exporter puts each expert into a branch instead (:mod:`specexport.exporter.passes.experts`).
 
     Args:
-        module: holds the stacked weights of E experts.
-        hidden_states: ``[N,H]``.
-        top_k_index: int64 ``[N,k]``, each token's experts.
+        module: the module with the stacked weights of E experts.
+        hidden_states: float32 ``[N,H]``.
+        top_k_index: the experts of each token, int64 ``[N,k]``.
         top_k_weights: float32 ``[N,k]``.
 
     Returns:
@@ -39,22 +39,22 @@ def apply_experts(
         BuildError: the family's experts have parts that are not supported.
     """
     if module.has_post_expert_norm:
-        raise BuildError(f"{type(module).__name__} normalizes what each expert makes, which specexport cannot trace")
+        raise BuildError(f"{type(module).__name__} normalizes the output of each expert, which specexport cannot trace")
     tokens, chosen = top_k_index.shape
     first = module.gate_up_proj if module.has_gate else module.up_proj
     count = first.shape[0]
-    # Chosen experts come first; it does not matter which others fill up the rest, as their outputs are not read.
+    # Chosen experts come first; the rest may be any experts, as their outputs are not read.
     one_hot = (top_k_index.reshape(-1, 1) == torch.arange(count)).float()
     used_count = torch.sym_min(count, tokens * chosen)  # type: ignore[no-untyped-call]
     used = torch.topk(one_hot.amax(0), used_count).indices  # [L]
-    # Never a single row, which onnxruntime multiplies with another kernel, whose sums round differently.
+    # At least two rows: onnxruntime multiplies a single row by another kernel, whose sums round differently.
     rows = torch.cat([hidden_states, hidden_states[:1]])[None]
     products = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", rows, used)
     products = module._apply_gate(products) if module.has_gate else module.act_fn(products)
     products = _linear(module, "down_proj", products, used)  # [L,N+1,H]
-    # Each token's experts in its own order, so that a row's sum does not depend on other tokens.
+    # Experts in the token's own order, so that its sum does not depend on other tokens.
     place = (top_k_index[:, :, None] == used).float().argmax(-1)  # [N,k], in used
-    # From a range rather than the size itself, as onnxruntime keeps sizes in host memory.
+    # From a range instead of the size itself, which onnxruntime would keep in host memory.
     row = torch.arange(tokens + 1)
     flat = place * (row[-1:] + 1) + row[:-1, None]
     flat_products = (
@@ -71,9 +71,9 @@ def apply_experts(
 
 
 def _linear(module: Any, name: str, rows: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-    """Rows ``[1 or L,M,K]`` times the weights of the experts in ``used``: ``[L,M,N]``."""
+    """The rows ``[1,M,K]`` or ``[L,M,K]`` times the weights of the L experts ``used``: ``[L,M,N]``."""
     weight = getattr(module, name)
-    # Transposed before the gather, hence once, when weights are stored, rather than in every step.
+    # Transposed before the gather: once, when weights are stored, instead of in every step.
     stacked = weight if module.is_transposed else weight.transpose(1, 2)
     product = torch.matmul(rows, stacked.index_select(0, used))
     if module.has_bias:

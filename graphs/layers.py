@@ -1,6 +1,4 @@
-"""Access to the inside of a model: the states between its layers and before its head, and models cut off after their
-first layers.
-"""
+"""Access to the layers of a model: records states between layers and before the head, and removes layers."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import torch
 
 
 def _decoder_layers(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
-    """The module that holds a model's list of decoder layers, the list's name there, and the list.
+    """The module that holds a model's decoder layers, the name of their list there, and the list.
 
     Raises:
         ValueError: the model has no such list, or several.
@@ -32,14 +30,14 @@ def _decoder_layers(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleLi
 
 @contextlib.contextmanager
 def recorded_states(model: Any, layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Context in which running a transformers causal LM records its residual stream, ``[B,T,H]``, after some layers.
+    """Context in which a transformers causal LM records its residual stream, ``[B,T,H]``, after some layers.
 
     Args:
         model: the model.
-        layers: layer counts after which to record it; 0 is the first layer's input.
+        layers: numbers of layers after which to record; 0 records the input of the first layer.
 
     Raises:
-        ValueError: the model has fewer layers, no list of them, or several lists.
+        ValueError: the model has fewer layers, or does not have a single list of them.
     """
     recorded: dict[int, torch.Tensor] = {}
     counts = sorted(set(layers))
@@ -69,12 +67,12 @@ def recorded_states(model: Any, layers: Iterable[int]) -> Iterator[dict[int, tor
 def hidden_and_logits(
     model: Any, ids: torch.Tensor, rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs a transformers causal LM; logits are most of the cost, so they are computed at selected positions only.
+    """Runs a transformers causal LM, and computes logits, most of the cost, only at selected positions.
 
     Args:
         model: the model.
         ids: int64 ``[B,L]``.
-        rows: bool ``[B,L]``, the M positions to return logits for; none by default.
+        rows: mask of the M positions whose logits to return, bool ``[B,L]``; none by default.
 
     Returns:
         Hidden states after the final norm, ``[B,L,H]``, and logits, ``[M,V]``.
@@ -98,10 +96,10 @@ def keep_first_layers(model: Any, count: int) -> Callable[[], None]:
     """Removes all but the first decoder layers of a transformers causal LM, in place.
 
     Returns:
-        A function that restores the others.
+        A function that puts them back.
 
     Raises:
-        ValueError: the model has too few layers, no list of them, or several lists.
+        ValueError: the model has too few layers, or does not have a single list of them.
     """
     total = model.config.num_hidden_layers
     if not 1 <= count < total:

@@ -1,4 +1,4 @@
-"""Operators that torch has no name for, each with eager semantics and its ONNX translation; and a cheap gather."""
+"""Operators that torch lacks, with their ONNX translations; and a cheap gather."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tensor_scatter(cache: torch.Tensor, update: torch.Tensor, write_indices: tor
 
     Args:
         cache: ``[B,H,S,D]``.
-        update: ``[B,H,T,D]``, written at rows ``write_indices[b] .. write_indices[b] + T - 1``.
+        update: ``[B,H,T,D]``, written to the rows ``write_indices[b] .. write_indices[b] + T - 1``.
         write_indices: int64 ``[B]``.
     """
     rows = write_indices[:, None] + torch.arange(update.shape[2], device=update.device)  # [B,T]
@@ -45,18 +45,18 @@ def _tensor_scatter_onnx(cache: Any, update: Any, write_indices: Any) -> Any:
 
 
 Combine = Callable[[torch.Tensor, bool], torch.Tensor]
-"""Combines a rank's part with the others': their sum, or, if true, joined along the last axis."""
+"""Combines the parts of all ranks, given this rank's: sums them, or joins them along the last axis if true."""
 _combining = threading.local()
 
 
 def combine_by(combine: Combine) -> None:
-    """Sets how this thread's rank combines its part with the others' in torch; by default it uses only its own."""
+    """Sets how the rank of this thread combines parts in torch; by default, it uses nothing but its own."""
     _combining.combine = combine
 
 
 @torch.library.custom_op("specexport::sum_of_ranks", mutates_args=())
 def sum_of_ranks(part: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' parts, from one rank's part."""
+    """The sum of the parts of all ranks, given this rank's."""
     combine: Combine | None = getattr(_combining, "combine", None)
     return part.clone() if combine is None else combine(part, False)
 
@@ -68,7 +68,7 @@ def _(part: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("specexport::join_of_ranks", mutates_args=())
 def join_of_ranks(part: torch.Tensor, ranks: int) -> torch.Tensor:
-    """All ranks' parts, side by side along the last axis."""
+    """The parts of all ranks joined along the last axis, given this rank's."""
     combine: Combine | None = getattr(_combining, "combine", None)
     return torch.cat([part] * ranks, -1) if combine is None else combine(part, True)
 
@@ -79,7 +79,7 @@ def _(part: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 EXPERTS_DOMAIN = "specexport.experts"
-"""Domain of the operator that marks a mixture's experts, which the exporter replaces."""
+"""Domain of the operator that marks the experts of a mixture; the exporter replaces it."""
 
 
 @torch.library.custom_op("specexport::sum_of_experts", mutates_args=())
@@ -91,15 +91,15 @@ def sum_of_experts(
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted sum of experts' outputs; the other arguments tell the exporter how it was computed.
+    """The weighted sum of the outputs of experts; the arguments after it tell the exporter how it was computed.
 
     Args:
-        total: ``[N,H]``, the sum.
-        hidden: ``[N,H]``, the experts' input.
-        rows: ``[1,M,H]``, the rows that are multiplied by experts' weights gathered from stacks.
-        products: ``[L,M,H]``, the output of each gathered expert.
-        index: int64 ``[N,k]``, each token's experts.
-        weights: ``[N,k]``.
+        total: the sum, ``[N,H]``.
+        hidden: the input of the experts, ``[N,H]``.
+        rows: the rows that are multiplied by weights gathered from stacks, ``[1,M,H]``.
+        products: the output of each gathered expert, ``[L,M,H]``.
+        index: the experts of each token, int64 ``[N,k]``.
+        weights: the weights of these, ``[N,k]``.
     """
     return total.clone()
 
@@ -110,7 +110,7 @@ def _(total: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
 
 
 def _op(domain: str, name: str, output: str, **kinds: str) -> onnxscript.values.Op:
-    """An operator of our own, with inputs by name and type, which the exporter replaces."""
+    """An operator that the exporter replaces, with the types of its inputs by name."""
     parameter = onnx.defs.OpSchema.FormalParameter
     inputs = [parameter(key, f"tensor({kind})") for key, kind in kinds.items()]
     schema = onnx.defs.OpSchema(name, domain, 1, inputs=inputs, outputs=[parameter(output, "tensor(float)")])
@@ -118,9 +118,9 @@ def _op(domain: str, name: str, output: str, **kinds: str) -> onnxscript.values.
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """The operators above as ``torch.onnx.export(custom_translation_table=...)`` takes them.
+    """The translations of the operators above, for ``torch.onnx.export(custom_translation_table=...)``.
 
-    Those that combine ranks or experts become operators of our own, which the exporter replaces.
+    Combinations of ranks or experts become operators of our own, which the exporter replaces.
     """
     add, join = (_op(COLLECTIVE_DOMAIN, name, "whole", part="float") for name in ("SumOfRanks", "JoinOfRanks"))
     inputs = dict.fromkeys(("total", "hidden", "rows", "products"), "float")

@@ -1,10 +1,10 @@
-"""Graphs of a device's step besides its models: fill a tree, accept draft tokens, commit their path.
+"""The graphs of a device's step besides its models: fill a tree, accept draft tokens, commit their path.
 
-On a GPU every operator is a launch, and one over ``[B,N,V]`` moves tens of megabytes, so the accept graphs have few of
-either. None sorts, sums up or searches a whole vocabulary at once: TensorRT's TopK is limited to 3840 elements, and
-ONNX Runtime runs a row's TopK in one block and a CumSum in quadratic time.
+On a GPU every operator is a launch, and an operator over ``[B,N,V]`` moves tens of megabytes, so accept graphs have few
+of either. They never sort, sum up or search a whole vocabulary at once: TensorRT's TopK is limited to 3840 elements,
+and ONNX Runtime computes the TopK of a row in one block, and CumSum in quadratic time.
 
-``contract/signature.py`` declares what the modules take and return.
+``contract/signature.py`` declares the inputs and outputs of the modules.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from specexport.graphs.ops import take_rows, tensor_scatter
 from specexport.graphs.propose import place_of_rank
 
 _LOWEST, _RANGE = -39.0, 40.0
-"""Logits this far below the best are not distinguished: together they have less than 1e-11 of the probability."""
+"""Logits this far below the best are not told apart: together they have less than 1e-11 of the probability."""
 _ROUNDS, _PARTS = 5, 8
-"""They narrow a threshold to 40 / 8^5 = 0.0012, within which tokens are sorted."""
+"""Rounds of dividing the range of a threshold by parts, down to 40 / 8^5 = 0.0012, within which tokens are sorted."""
 _CHUNK, _BLOCK = 4096, 512
 _RESIDUAL_FLOOR = 1e-30
-"""Weight of p added to its residual, so that p itself is drawn from if the residual is empty."""
+"""Weight of p added to its residual, so that the token is drawn from p if the residual is empty."""
 _REJECTED = 2.0**20
-"""Added to a node's level for each rejected ancestor; above all depths."""
+"""Added to the level of a node for each rejected ancestor; greater than all depths."""
 
 
 def _chunks(values: torch.Tensor, size: int, filler: float) -> torch.Tensor:
@@ -39,7 +39,7 @@ def _weight_above(scores: torch.Tensor, weights: torch.Tensor, thresholds: torch
 
 
 def _bracket(scores: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounds ``[B,N,1]`` of the greatest score at or above which scores weigh at least ``target [B,N,1]``."""
+    """Bounds of the greatest threshold above which scores weigh at least ``target``, ``[B,N,1]`` each."""
     low, step = torch.full((1, 1, 1), _LOWEST), _RANGE
     for _ in range(_ROUNDS):
         step /= _PARTS
@@ -50,7 +50,7 @@ def _bracket(scores: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) 
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
-    """The largest of ``[B,N,V]``, descending, ``[B,N,LARGEST_TOP_K]``; minus infinity beyond the last."""
+    """The largest values of ``[B,N,V]``, descending, ``[B,N,LARGEST_TOP_K]``; padded with minus infinity."""
     winners = _chunks(values, _CHUNK, float("-inf")).topk(LARGEST_TOP_K).values
     return winners.flatten(2).topk(LARGEST_TOP_K).values
 
@@ -60,9 +60,8 @@ def target_weights(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The unnormalized p after temperature, top-k, top-p and min-p.
 
-    ``runtime.sampling.target_distribution`` is the NumPy version. Tokens tied at a threshold are all kept. If more than
-    ``LARGEST_TOP_K`` tokens are within 0.0012 of top-p's threshold, all of those are kept too; their probability is off
-    by that factor at most.
+    ``runtime.sampling.target_distribution`` is the NumPy version. All tokens tied at a threshold are kept. If the
+    logits of more than ``LARGEST_TOP_K`` tokens are within 0.0012 of the threshold of top-p, all of these are kept.
 
     Args:
         logits: float32 ``[B,N,V]``.
@@ -107,7 +106,7 @@ def _child_of(parents: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def _levels(stays: torch.Tensor, tree_mask: torch.Tensor) -> torch.Tensor:
-    """Depth + 1 of the root and of nodes that stay with all their ancestors, float32 ``[B,N]``; above N for others."""
+    """Depth + 1 of the root and of nodes that stay with all their ancestors, else more than N: float32 ``[B,N]``."""
     weight = torch.where(stays, 1.0, torch.where(torch.arange(stays.shape[1]) == 0, 1.0, _REJECTED))
     return torch.where(tree_mask, weight[:, None, :], 0.0).sum(-1)
 
@@ -121,7 +120,7 @@ def _walk(levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draws the token at which the cumulative weight first exceeds the share ``uniform``; never one of weight 0.
+    """Draws the token at which the cumulative weight first exceeds the share ``uniform``; its weight is never 0.
 
     Args:
         weights: float32 ``[B,V]``.
@@ -145,7 +144,7 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def _outcome(
     draft_tokens: torch.Tensor, path: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The results of a step, from those of :func:`_walk` and the bonus token, int64 ``[B,1]``."""
+    """The results of a step, given those of :func:`_walk` and the bonus token, int64 ``[B,1]``."""
     following = torch.cat([bonus, draft_tokens], 1).gather(1, path[:, 1:])
     depth = torch.arange(following.shape[1])
     return accepted.squeeze(1), torch.where(depth <= accepted, following, 0), path[:, :-1]
@@ -198,8 +197,8 @@ class AcceptModule(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Decides a step of ``B`` slots over trees of ``N`` nodes, the root included.
 
-        If M > 1, siblings have the same ids. The noise has a number for each draft token, and the last one for the
-        final draw. A top-k of 1 is greedy: p is then 1 at the first of the most probable tokens.
+        If M > 1, siblings have the same ids. The noise has a number for each draft token and a last one for the final
+        draw. A top-k of 1 is greedy: p is then 1 at the first of the most probable tokens.
         """
         p, mass, best = target_weights(logits, temperature, top_k, top_p, min_p)
         greedy, nodes = (top_k == 1)[:, None, None], torch.arange(parents.shape[1])
@@ -212,8 +211,8 @@ class AcceptModule(torch.nn.Module):
         noise = of_child(uniform[:, :-1])
         q = torch.where(has_child[..., None], of_child(draft_probs), 0.0)  # [B,N,C,M]
         if draft_ids.shape[2] == 1:
-            # Each child was chosen, q = 1, so that its rejection removes just its own token from p: the residuals for
-            # all children follow at once.
+            # All children were chosen, not drawn: q = 1. A rejection removes just the child's own token from p, and so
+            # the residuals for all children follow at once.
             tokens = of_child(draft_ids.squeeze(2))
             tokens = torch.where(has_child, tokens, tokens[..., :1])
             of_x, earlier = p.gather(2, tokens), torch.ones(self.max_children, self.max_children).tril(-1) > 0
@@ -241,8 +240,8 @@ class AcceptModule(torch.nn.Module):
         stayed = chosen.gather(1, parents.clamp(min=0)) == nodes
         accepted, path = _walk(_levels(stayed, tree_mask))
         last = path.gather(1, accepted)
-        # The residual after the last child is needed only at the node where it is drawn from. If q covers p up to
-        # rounding, the residual is empty and p itself is used: such a rejection has probability 0.
+        # The residual after the last child is needed only at the node where the next token is drawn. If q covers p up
+        # to rounding, the residual is empty and p itself is used: such a rejection has probability 0.
         at_last = (take_rows(of_node, last).squeeze(1) for of_node in (p, others, rest + _RESIDUAL_FLOOR * p_others))
         whole, others, rest = at_last
         after = whole.scatter(1, others, rest)
@@ -267,7 +266,7 @@ class TypicalModule(torch.nn.Module):
         posterior_threshold: torch.Tensor,
         posterior_alpha: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Decides a step; the noise is for the bonus token alone."""
+        """Decides a step; the noise is for the bonus token."""
         p, mass, _ = target_weights(logits, temperature, top_k, top_p, min_p)
         mass = mass.squeeze(2)
         entropy = mass.log() - (p * p.clamp(min=1e-38).log()).sum(-1) / mass  # [B,N]
@@ -287,10 +286,10 @@ class TypicalModule(torch.nn.Module):
 
 
 class FillModule(torch.nn.Module):
-    """Fills a tree with tokens and their q, from drawn tokens and the candidates that they were drawn from.
+    """Fills a tree with tokens and their q, given drawn tokens and the candidates from which they were drawn.
 
-    A node's child of rank 0 is the drawn token; the others are the most probable of the remaining candidates, which are
-    chosen, not drawn (q = 1). ``runtime.proposal.drawn`` does the same in NumPy.
+    The child of rank 0 is the drawn token; its siblings are the most probable remaining candidates, which are chosen,
+    not drawn (q = 1). ``runtime.proposal.drawn`` is the NumPy version.
     """
 
     def forward(
@@ -306,7 +305,7 @@ class FillModule(torch.nn.Module):
 
 
 class StagesFillModule(torch.nn.Module):
-    """:class:`FillModule` for stages with separate tensors: one row in the first, T in each other."""
+    """:class:`FillModule` for stages with tensors of their own: one row in the first stage, T in each later stage."""
 
     def forward(
         self,
@@ -334,8 +333,8 @@ def _filled(
 class CommitModule(torch.nn.Module):
     """Moves the rows of an accepted path to the end of the text, in all layers.
 
-    A verify step wrote the rows of a tree's nodes from ``past_length`` on. Those of the path are moved to
-    ``past_length + 0, 1, ...``; the rows after them are never seen, and the next step overwrites them.
+    A verify step wrote the rows of all nodes from ``past_length`` on. The rows of the path are moved to
+    ``past_length + 0, 1, ...``; later rows are never seen, and the next step overwrites them.
     """
 
     def forward(

@@ -16,22 +16,22 @@ from specexport.graphs.recurrent import StepStates, recurrent
 from specexport.graphs.step import flat, pairs, run_model
 
 MAX_CANDIDATES = 64
-"""Size of the support of q: its most probable tokens. Speculative sampling is exact for any q, as long as acceptance
-gets the q that the token was drawn from; cutting off the tail costs a little acceptance at high temperatures, and saves
+"""Number of tokens that q keeps, the most probable. Speculative sampling is exact for any q, as long as acceptance gets
+the q from which the token was drawn; cutting off the tail costs a little acceptance at high temperatures, and saves
 moving K vocabularies of probabilities."""
 MAX_TOP_K = 10
-"""Number of candidates of a head; published trees use no more."""
+"""Maximum number of candidates of a head; published trees use no more."""
 _LARGE = 1 << 14
-"""For smaller vocabularies a plain TopK is faster."""
+"""A plain TopK is faster for smaller vocabularies."""
 _BLOCKS = range(128, 15, -1)
 
 
 def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The greatest logits and their tokens, sorted, ties by lower id, as from ``torch.topk``.
+    """The greatest logits and their tokens, sorted, ties by lower id, as ``torch.topk`` returns them.
 
-    A large vocabulary is divided into blocks, and only the ``count`` blocks with the greatest maxima are searched: no
-    other can contain one of the ``count`` greatest logits. On a GPU, one processor runs a row's TopK, but all compute
-    maxima; on a CPU, vector instructions do.
+    Large vocabularies are divided into blocks, and only the ``count`` blocks with the greatest maxima are searched:
+    other blocks cannot contain the ``count`` greatest logits. A GPU computes the TopK of a row on one processor, but
+    maxima on all of them; CPUs compute maxima by vector instructions.
 
     Args:
         logits: float32 ``[..., V]``.
@@ -47,7 +47,7 @@ def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
         return best, ids
     blocks = logits.reshape(*logits.shape[:-1], vocab // size, size)
     chosen = torch.topk(blocks.amax(-1), count, dim=-1).indices
-    # Back in the vocabulary's order, which decides between equal logits.
+    # In the order of the vocabulary, which decides between equal logits.
     chosen = torch.topk(chosen, count, dim=-1, largest=False).values[..., None]
     gathered = blocks.gather(-2, chosen.expand(*chosen.shape[:-1], size))
     best, place = torch.topk(gathered.flatten(-2), count, dim=-1)
@@ -109,11 +109,11 @@ def draw_next(
 
 
 def place_of_rank(ids: torch.Tensor, drawn: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
-    """The index of the candidate with a given rank, if the drawn token gets rank 0 and those before it move back.
+    """The index of the candidate with a given rank, if the drawn token has rank 0 and the others follow in order.
 
     Args:
-        ids: int64 ``[..., M]``, candidates, most probable first.
-        drawn: int64 ``[...]``, one of them.
+        ids: the candidates, most probable first, int64 ``[..., M]``.
+        drawn: the drawn token, one of them, int64 ``[...]``.
         ranks: int64 ``[...]``.
 
     Returns:
@@ -131,11 +131,11 @@ class DraftPass(torch.nn.Module):
 
     Args:
         model: the draft, loaded with ``attn_implementation=ATTENTION_NAME``.
-        vocab_size: number of tokens that may be proposed: the smaller width of the target's and the draft's logits.
-        input_vocab: rows of the draft's embedding, if the target has larger token ids, which are read as the last;
-            otherwise None.
-        max_positions: positions that the draft supports; later ones are read as the last.
-        states: its layers without attention, by their index.
+        vocab_size: number of tokens that may be proposed: the lesser width of the target's and the draft's logits.
+        input_vocab: number of rows of the draft's embedding, if the target has larger token ids, which are read as the
+            last row; otherwise None.
+        max_positions: number of positions that the draft supports; later positions are read as the last.
+        states: the draft's layers without attention, by their index.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class DraftPass(torch.nn.Module):
 
         Returns:
             ``(token [B], ids [B,M], probs [B,M], rows...)``, with ``rows`` extended to ``[B,Hkv,R+T,D]``, followed by
-            what ``StepStates`` returns.
+            the outputs of ``StepStates``.
         """
         done = rows[0].shape[2]
         tokens = input_ids.shape[1]

@@ -1,10 +1,10 @@
 """Lowers layers without attention: short convolutions, and recurrent states with a decay.
 
-transformers' model code passes a layer's convolution inputs to its cache, and its queries, keys and values to a
+transformers' model code passes the inputs of a layer's convolution to its cache, and queries, keys and values to a
 function of the layer's module. Both are redirected here, so we need no model code of our own.
-:mod:`specexport.runtime.states` describes what a step keeps of them.
+:mod:`specexport.runtime.states` describes the rows that a step keeps.
 
-The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), of one head with state ``S [Dk,Dv]``::
+The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), for a head with state ``S [Dk,Dv]``::
 
     S_t = exp(g_t) S_{t-1} + k_t u_t^T      u_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)      o_t = S_t^T q_t
 
@@ -13,8 +13,8 @@ Over a cell of G tokens, with ``c`` the sum of ``g`` so far, the ``u`` solve a u
 
     (I + L) U = beta (V - exp(c) K S)       L_ij = beta_i exp(c_i - c_j) k_i.k_j  for j < i
 
-Kimi Delta Attention (Kimi Team 2025, "Kimi Linear") has a decay for each number of a key: ``exp(c_i - c_j)`` stands
-within each sum over those.
+Kimi Delta Attention (Kimi Team 2025, "Kimi Linear") has a decay for each number of a key: ``exp(c_i - c_j)`` is then a
+factor within the sum over these numbers.
 
 Mamba-2 (Dao and Gu 2024) has the same state without the correction: ``u_t = v_t``.
 """
@@ -34,18 +34,18 @@ from specexport.contract.model import CELL, Recurrence, StateLayer
 from specexport.graphs.ops import take_rows
 
 _EPSILON = 1e-6
-"""Epsilon of keys' lengths, as in transformers."""
+"""Epsilon of the norm of keys, as in transformers."""
 
 
 class Updates(NamedTuple):
     """The updates of a layer's state by T tokens, and the tokens' queries.
 
     Attributes:
-        query: ``[B,T,Hk,Dk]``, scaled.
+        query: scaled queries ``[B,T,Hk,Dk]``.
         key: ``[B,T,Hk,Dk]``.
         value: ``[B,T,H,Dv]``.
-        decay: ``[B,T,H]``, g, or ``[B,T,H,Dk]``.
-        strength: ``[B,T,H]``, beta; None if the state is not corrected.
+        decay: g, ``[B,T,H]`` or ``[B,T,H,Dk]``.
+        strength: beta, ``[B,T,H]``; None if the state is not corrected.
     """
 
     query: torch.Tensor
@@ -59,7 +59,7 @@ class States(Protocol):
     """The states of layers without attention, from which a run continues."""
 
     def convolve(self, layer: int, inputs: torch.Tensor, width: int) -> torch.Tensor:
-        """A convolution's inputs ``[B,C,T]``, preceded by the ``width - 1`` earlier ones that it reads."""
+        """The inputs of a convolution, ``[B,C,T]``, preceded by the ``width - 1`` earlier inputs that it reads."""
 
     def read(self, updates: Updates) -> torch.Tensor:
         """The output, ``[B,T,H,Dv]``, of the layer that called :meth:`convolve` last."""
@@ -95,7 +95,7 @@ def patch_recurrence(model: torch.nn.Module) -> None:
 
 
 class _Patched:
-    """A function of model code, which calls ours while states are active, and otherwise the original."""
+    """A function of model code that calls ours while states are active, and otherwise the original."""
 
     def __init__(self, own: Callable[..., Any], ours: Callable[..., Any]) -> None:
         self._own = own
@@ -168,7 +168,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": _gated_delta_rule,
     "mamba2_chunk_scan": _mamba2,
 }
-"""Our functions by the names of those that they replace in model code."""
+"""Our functions, by the names of the functions in model code that they replace."""
 
 
 def _unit(rows: torch.Tensor) -> torch.Tensor:
@@ -202,15 +202,16 @@ class StepStates:
 
     Args:
         layers: the layers without attention, by their index in the model.
-        past: ends with the graph's inputs ``known_tokens`` and ``cell_rows``, if a layer is recurrent, and
-            ``signature.states``.
+        past: inputs of the graph, of which the last are ``known_tokens`` and ``cell_rows``, if a layer is recurrent,
+            and ``signature.states``.
         past_length: int64 ``[B]``.
-        rows: for a pass of a draft, ends with what the pass before returned: of each layer the rows ``[B,P,C]`` and
-            ``[B,P,U]`` of the P tokens read so far. ``cell_rows`` then refers to the tokens of all passes.
+        rows: for a pass of a draft, outputs of the previous pass, of which the last are the rows ``[B,P,C]`` and
+            ``[B,P,U]`` of the P tokens read so far, for each layer. ``cell_rows`` then refers to the tokens of all
+            passes.
 
     Attributes:
-        input_count: number of inputs at the end of ``past``.
-        returned: the tensors of ``signature.new_states`` after the model has run; for a pass, with the earlier rows.
+        input_count: number of inputs of states at the end of ``past``.
+        returned: the tensors of ``signature.new_states`` after the model has run; in a draft, with the earlier rows.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class StepStates:
         return torch.cat([before, new], 1).narrow(1, self._done, rows + inputs.shape[2]).transpose(1, 2)
 
     def _after_earlier(self, kind: int, new: torch.Tensor) -> torch.Tensor:
-        """The current layer's rows, after those of earlier passes."""
+        """The rows of the current layer, after the rows of earlier passes."""
         return torch.cat([self._before[self._layer][kind], new], 1) if self._before else new
 
     def read(self, updates: Updates) -> torch.Tensor:
@@ -266,7 +267,7 @@ class StepStates:
         new = self._after_earlier(1, packed)
         present, places = self._cells >= 0, self._cells.clamp(min=0)
         query_rows = (self._cells - shape.rows).clamp(min=0)
-        if self._before:  # tokens of later passes do not exist yet
+        if self._before:  # leave out the tokens of later passes
             present = present & (self._cells < shape.rows + new.shape[1])
             places = torch.where(present, places, 0)
             query_rows = torch.where(present, self._cells - shape.rows - self._done, 0).clamp(min=0)
@@ -294,8 +295,8 @@ def _through_cells(
     """Runs a layer's state through cells, one after the other.
 
     Args:
-        shape: of the state.
-        corrected: whether it follows the delta rule.
+        shape: the sizes of the state.
+        corrected: whether the state follows the delta rule.
         state: ``[B,H,Dk,Dv]`` before the first cell.
         rows: updates ``[C,B,G,U]``, zeros for missing tokens.
         queries: ``[C,B,G,Hk*Dk]``.

@@ -1,4 +1,4 @@
-"""Rotary embeddings: fused into one operator (opset 23), and with frequencies that do not depend on the length."""
+"""Rotary embeddings: fused into one operator (opset 23), with frequencies that do not depend on the text's length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = "apply_rotary_pos_emb"
 def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The usual rotation of the two halves of each head's first R channels; the others are unchanged.
+    """The usual rotation of the first R channels of each head, in pairs of one channel from each half.
 
     ``q, k`` are ``[B,H,T,D]``; ``cos, sin`` are ``[B,T,R]``, with equal halves.
     """
@@ -29,11 +29,11 @@ def _rotate(
 
 
 def _is_usual_rotation(original: Any) -> bool:
-    """Whether a model family's own function equals :func:`_rotate` on random numbers."""
+    """Whether the function of a model family equals :func:`_rotate` on random numbers."""
     generator = torch.Generator().manual_seed(0)
     q, k, angle = (torch.randn(shape, generator=generator) for shape in ((1, 2, 3, 12), (1, 1, 3, 12), (1, 3, 4)))
     angle = torch.cat([angle, angle], dim=-1)
-    # Most families only rotate whole heads, and fail on a part of one; those that do not fail must agree with us.
+    # Most families rotate whole heads only and fail on parts of heads; families that do not fail must agree with us.
     return _matches(original, q[..., :8], k[..., :8], angle) is True and _matches(original, q, k, angle) is not False
 
 
@@ -51,7 +51,7 @@ def _matches(original: Any, q: torch.Tensor, k: torch.Tensor, angle: torch.Tenso
 
 @contextlib.contextmanager
 def fused_rotary(model: torch.nn.Module) -> Iterator[None]:
-    """Context in which ``model``'s family rotates by a RotaryEmbedding operator, if it rotates the usual way."""
+    """Context in which the family of ``model`` uses the RotaryEmbedding operator, if it rotates the usual way."""
     family = sys.modules[type(model).__module__]
     original = getattr(family, _NAME, None)
     if original is None or not _is_usual_rotation(original):
@@ -72,15 +72,15 @@ def fused_rotary(model: torch.nn.Module) -> Iterator[None]:
 
 
 def take_one_position_row(model: torch.nn.Module) -> None:
-    """Makes rotary embeddings read one of three rows of positions (M-RoPE), which are equal where there is only text.
+    """Makes rotary embeddings read a single row of positions (M-RoPE), as the three rows of pure text are equal.
 
-    Writing rows into each other, as some families do, costs the graph scatters and its trace a decomposition.
+    Some families write the rows into each other, which takes scatters and makes torch decompose the whole trace.
     """
     module: Any
     for module in model.modules():
         if hasattr(module, "mrope_section") and hasattr(module, "recomposition_frequencies"):
             row = torch.randn(1, 2, len(module.inv_freq), generator=torch.Generator().manual_seed(0))
-            with contextlib.suppress(TypeError, RuntimeError):  # rows of another layout
+            with contextlib.suppress(TypeError, RuntimeError):  # other families lay out rows differently
                 if torch.equal(module.recomposition_frequencies(row.repeat(3, 1, 1)), _both_halves(row)):
                     module.recomposition_frequencies = _both_halves
 
@@ -92,11 +92,10 @@ def _both_halves(frequencies: torch.Tensor) -> torch.Tensor:
 def freeze_frequencies(model: torch.nn.Module, max_positions: int) -> int:
     """Stops rotary embeddings from changing their frequencies with the length of the text.
 
-    A cached key keeps its rotation, so later frequencies would not match it. The initial frequencies are those that
-    transformers uses up to the length at which it would change them.
+    A cached key keeps its rotation, so changed frequencies would not match it.
 
     Returns:
-        That length, at most ``max_positions``.
+        The length up to which transformers also keeps the initial frequencies, at most ``max_positions``.
     """
     module: Any
     for module in model.modules():

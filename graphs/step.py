@@ -35,19 +35,19 @@ def run_model(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs a transformers causal LM under a lowering.
 
-    The language-model head reads only the requested rows: for a prefill chunk one row instead of T, which with a
-    vocabulary of 150,000 saves most of the head's cost.
+    The language-model head reads only the requested rows: one row of a prefill chunk instead of T, which saves most of
+    the head's cost with large vocabularies.
 
     Args:
-        model: loaded with ``attn_implementation=ATTENTION_NAME``.
+        model: the model, loaded with ``attn_implementation=ATTENTION_NAME``.
         active: the lowering; it holds the cache.
         input_ids: int64 ``[B,T]``.
         position_ids: int64 ``[B,T]``.
-        logits_rows: int64 ``[B,R]``, indices into T.
-        inputs_embeds: float32 ``[B,T,H]``, read instead of ``input_ids``; None to read those.
+        logits_rows: tokens whose logits to return, int64 ``[B,R]``.
+        inputs_embeds: embeddings to read instead of ``input_ids``, float32 ``[B,T,H]``.
 
     Returns:
-        float32 logits ``[B,R,V]``, and the hidden states after the final norm, ``[B,R,H]``.
+        The logits, float32 ``[B,R,V]``, and the hidden states after the final norm, ``[B,R,H]``.
     """
     head_rows: list[torch.Tensor] = []
 
@@ -74,18 +74,18 @@ class Addition(torch.nn.Module, ABC):
     """A method's addition to a step graph: outputs computed from the model's last hidden state.
 
     Attributes:
-        prefix: prefix of its parameters' names in the graph, as in published checkpoints.
+        prefix: prefix of the names of its parameters in the graph, as in published checkpoints.
     """
 
     prefix: str
 
     @abstractmethod
     def forward(self, hidden: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Its outputs by name.
+        """Returns the outputs by name.
 
         Args:
             hidden: the hidden states after the final norm, ``[B,R,H]``.
-            logits: the model's, float32 ``[B,R,V]``.
+            logits: the logits of the model, float32 ``[B,R,V]``.
         """
 
 
@@ -93,15 +93,15 @@ class StepModule(torch.nn.Module):
     """The target's graph: prefill, decode and verify are this module at different T (see ``contract.tensors``).
 
     Args:
-        model: loaded with ``attn_implementation=ATTENTION_NAME``.
-        additions: the methods' additions.
-        outputs: names of outputs: logits, the last hidden state, states of layers, and those of additions.
-        lowering: how attention is lowered.
-        states: its layers without attention, by their index.
-        input_vocab: rows of its embedding, if it may get token ids beyond; otherwise None.
+        model: the model, loaded with ``attn_implementation=ATTENTION_NAME``.
+        additions: the additions of methods.
+        outputs: names of the outputs: logits, the last hidden state, states of layers, and outputs of additions.
+        lowering: the lowering of attention.
+        states: the layers without attention, by their index.
+        input_vocab: number of rows of the model's embedding, if larger token ids may occur; otherwise None.
 
     Attributes:
-        output_names: the names of its outputs, without caches and states.
+        output_names: the names of the outputs, without caches and states.
     """
 
     def __init__(

@@ -3,11 +3,11 @@
     make aarch64
 
 Runs on Debian 12, x86-64, as any user, and installs nothing outside ``build/aarch64``: qemu's user-mode emulator and
-Debian's Python for arm64 from apt, aarch64 wheels from pip, and bundles built here. It compares the greedy texts of
-every bundle token for token, and runs some of the tests that need no exporter. If a text differs, it prints on both
-sides how far, in nats, the chosen token was above the next one.
+Debian's Python for arm64 from apt, aarch64 wheels from pip, and bundles built here. It compares the greedy texts of all
+bundles token for token, and runs some of the tests that need no exporter. If a text differs, it prints the margin of
+the chosen token over the next on both sides, in nats.
 
-Exits with 1 if a test fails, or if a text differs at a token that was not nearly tied, unless weights are multiplied as
+Exits with 1 if a test fails, or if a text differs at a token that was not nearly tied and weights are not multiplied as
 integers.
 """
 
@@ -36,7 +36,7 @@ FEATURES = (
     {1: "asimd", 8: "atomics", 10: "asimdhp", 20: "asimddp", 22: "sve"},
     {1: "sve2", 13: "i8mm", 14: "bf16", 23: "sme"},
 )
-"""Linux's names of the bits of AT_HWCAP and AT_HWCAP2 that determine the choice of kernels."""
+"""Linux's names of the bits in AT_HWCAP and AT_HWCAP2 by which kernels are chosen."""
 TESTS = (
     "tests/test_tree.py",
     "tests/test_commit.py",
@@ -61,14 +61,14 @@ BUILT = (
 )
 PRECISIONS: tuple[Literal["int8", "int4"], ...] = ("int8", "int4")
 ROUNDING = 1e-3
-"""Tokens with closer log-probabilities may swap, as the processors' kernels sum in different orders."""
+"""Difference of log-probabilities below which tokens may swap, as kernels sum in different orders."""
 IN_FLOATS = " in floats"
-"""Suffix for a bundle whose quantized weights are multiplied in floating point instead of as integers, where the two
-processors' kernels round activations to 8 bits differently."""
+"""Suffix for a bundle whose quantized weights are multiplied in floating point: for integers, the kernels of the two
+processors round activations to 8 bits differently."""
 
 
 class Text(NamedTuple):
-    """One greedy text: its tokens, their log-probabilities, and their margins over the next most probable tokens."""
+    """A greedy text: its tokens, their log-probabilities, and their margins over the next most probable tokens."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -76,9 +76,9 @@ class Text(NamedTuple):
 
 
 def main() -> int:
-    """The exit status."""
+    """Runs the checks; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", choices=PROCESSORS, action="append", help="of these alone; default both")
+    parser.add_argument("--cpu", choices=PROCESSORS, action="append", help="processor to emulate (default: both)")
     parser.add_argument("--texts", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # run on both machines
     args = parser.parse_args()
     if args.texts:
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def install() -> None:
-    """Debian's arm64 Python and the emulator, unpacked; the wheels."""
+    """Unpacks Debian's arm64 Python and the emulator, and installs the wheels."""
     done = HOME / "installed"
     if done.exists():
         return
@@ -140,12 +140,12 @@ def install() -> None:
 
 
 def python() -> Path:
-    """Debian's Python."""
+    """The path of Debian's Python."""
     return (SYSTEM / "usr/bin/python3").resolve()
 
 
 def build() -> None:
-    """The bundles, on x86."""
+    """Builds the bundles on x86."""
     from specexport.exporter.build import build as build_bundle
     from specexport.exporter.options import BuildOptions
     from tests.checkpoints import make_checkpoint
@@ -174,7 +174,7 @@ def floating_options() -> Any:
 
 
 def greedy_texts(bundle: Path) -> list[Text]:
-    """A bundle's greedy texts, with every method and without."""
+    """The greedy texts of a bundle, with every method and without."""
     from specexport.runtime import Engine, SamplingParams
     from specexport.runtime.speculative import PLAIN, Speculative
 
@@ -193,7 +193,7 @@ def greedy_texts(bundle: Path) -> list[Text]:
 
 
 def emulate(processor: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs Debian's Python on a processor; options are those of ``subprocess.run``."""
+    """Runs Debian's Python on an emulated processor; takes the options of ``subprocess.run``."""
     (qemu,) = (path for path in (HOST / "usr/bin").glob("qemu-aarch64*") if "_be" not in path.name)
     paths = os.pathsep.join(map(str, (SITE, ROOT)))
     environment = {**os.environ, "PYTHONPATH": paths, "SPECEXPORT_CACHE": str(HOME / "cache" / processor)}
@@ -203,9 +203,7 @@ def emulate(processor: str, *arguments: str, **options: Any) -> subprocess.Compl
 
 
 def describe(processor: str) -> None:
-    """Prints a processor's features, and writes a matching ``/proc/cpuinfo``, as onnxruntime does not run on an arm64
-    Linux with that of an x86 processor.
-    """
+    """Prints the features of a processor and writes a matching ``/proc/cpuinfo``, which onnxruntime needs."""
     program = "import ctypes; ask = ctypes.CDLL(None).getauxval; ask.restype = ctypes.c_ulong; print(ask(16), ask(26))"
     words = map(int, emulate(processor, "-c", program, check=True, capture_output=True).stdout.split())
     names = [name for word, bits in zip(words, FEATURES, strict=True) for bit, name in bits.items() if word >> bit & 1]
@@ -220,7 +218,7 @@ def describe(processor: str) -> None:
 
 
 def differ(expected: dict[str, Any], emulated: dict[str, Any]) -> bool:
-    """Prints the comparison of texts; returns whether one differs beyond rounding."""
+    """Prints the comparison of texts; returns whether any differs by more than rounding."""
     wrong = False
     for name, texts in expected.items():
         equal, largest, first = 0, 0.0, ""

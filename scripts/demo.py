@@ -1,4 +1,4 @@
-"""Build the demo models' bundle and stream text from it, plainly and with speculation."""
+"""Build the bundle of the demo models and stream text from it, plainly and with speculation."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def main() -> None:
     """Builds the bundle if it does not exist, and decodes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--method", choices=tuple(_HELPERS), default="draft_model", help="how to speculate (default: draft_model)"
+        "--method", choices=tuple(_HELPERS), default="draft_model", help="method of speculation (default: draft_model)"
     )
     parser.add_argument(
         "--models",
         type=Path,
         default=Path("examples/models"),
         metavar="DIR",
-        help="folder with the demo's models (default: examples/models)",
+        help="folder of the demo models (default: examples/models)",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="BUNDLE", help="where to build it (default: build/demo-METHOD)"
+        "-o", "--output", type=Path, metavar="BUNDLE", help="bundle to build (default: build/demo-METHOD)"
     )
     parser.add_argument("-p", "--prompt", default=_PROMPT, help="text to continue (default: the start of a class)")
     parser.add_argument("-n", "--max-tokens", type=int, default=160, help="tokens to generate (default: 160)")
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _compared(engine: Engine, prompt: str, params: SamplingParams) -> str:
-    """A description of the speed-up, and of the equality of greedy texts."""
+    """Describes the speed-up over plain decoding and whether greedy texts are equal."""
     runs = [[engine.generate(prompt, params, speculation) for speculation in (None, PLAIN)] for _ in range(_ROUNDS)]
     fast, plain = (statistics.median(run.stats.tokens_per_second for run in side) for side in zip(*runs, strict=True))
     length = statistics.mean(run.stats.output_tokens / run.stats.steps for run, _ in runs)

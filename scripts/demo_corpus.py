@@ -1,7 +1,7 @@
 """Corpus, tokenizer, held-out prompts and model cards of the demonstration models.
 
-The corpus consists of sources of the running Python's standard library, so nothing is downloaded. Whether a file is
-held out depends only on its relative path, so it is the same on every machine.
+The corpus consists of sources of the running Python's standard library, so nothing is downloaded. Files are held out by
+their relative paths, so the same files are held out on every machine.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 EXCLUDED_PARTS = {"site-packages", "lib2to3", "idlelib", "pydoc_data", "encodings", "__pycache__"}
-EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")  # generated when Python is built
+EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")  # generated when Python was built
 MAX_FILE_BYTES = 400_000
 HELD_OUT_ONE_IN = 40
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of the corpus: its path relative to the standard library, and its text."""
+    """A file of the corpus: its path relative to the standard library, and its text."""
 
     path: str
     text: str
 
     @property
     def held_out(self) -> bool:
-        """True for about one file in `HELD_OUT_ONE_IN`, chosen by a hash of the path alone."""
+        """Whether the file is held out: about one in `HELD_OUT_ONE_IN`, by a hash of the path."""
         return int(hashlib.sha256(self.path.encode()).hexdigest()[:8], 16) % HELD_OUT_ONE_IN == 0
 
 
 def read_corpus() -> list[SourceFile]:
-    """Return the library's modules and the top-level files of its test package, sorted by path.
+    """The modules of the library and the top-level files of its test package, sorted by path.
 
-    Folders of tests below the top level are left out: they hold mostly data and deliberately broken sources.
+    Deeper folders of tests are left out: they hold mostly data and deliberately broken sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -62,7 +62,7 @@ def read_corpus() -> list[SourceFile]:
 
 
 def train_tokenizer(files: list[SourceFile], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of `vocab_size` entries; encoding adds no special token."""
+    """Trains a byte-level BPE tokenizer of `vocab_size` entries; encoding adds no special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -86,10 +86,10 @@ def train_tokenizer(files: list[SourceFile], vocab_size: int, max_length: int) -
 def cut_prompts(
     tokenizer: PreTrainedTokenizerFast, files: list[SourceFile], count: int, tokens: int, seed: int
 ) -> list[dict[str, str]]:
-    """Cut `count` prompts that start at a definition, a class, a decorator or an import of a held-out file.
+    """Cuts `count` prompts that start at a function, a class, a decorator or an import of a held-out file.
 
-    A prompt is kept only if its text encodes back to exactly `tokens` ids, so that a benchmark may stack them. The
-    files take turns, so that a long file does not fill the list.
+    All prompts encode to exactly `tokens` ids, so that benchmarks can stack them. Files take turns, so that a long file
+    does not fill the list.
     """
     rng = random.Random(seed)
     starts = ("def ", "class ", "@", "import ", "from ", "async def ")
@@ -116,13 +116,13 @@ def cut_prompts(
 
 
 def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the model in float16 with its tokenizer and generation settings."""
+    """Writes the model in float16, with its tokenizer and generation settings."""
     half = copy.deepcopy(model).to(torch.float16)
     end = tokenizer.eos_token_id
     half.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end, do_sample=False)
     half.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    vocabulary = folder / "tokenizer.json"  # rewritten without line breaks, which are more than half of it
+    vocabulary = folder / "tokenizer.json"  # rewritten without line breaks, more than half of it
     compact = json.dumps(json.loads(vocabulary.read_text(encoding="utf-8")), ensure_ascii=False, separators=(",", ":"))
     vocabulary.write_text(compact + "\n", encoding="utf-8")
     settings_path = folder / "tokenizer_config.json"
@@ -132,5 +132,5 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
 
 
 def card(name: str, /, **facts: object) -> str:
-    """Fill in the model card template of that name."""
+    """Fills in the template of a model card."""
     return (Path(__file__).parent / "cards" / f"{name}.md").read_text(encoding="utf-8").format(**facts)

@@ -1,7 +1,7 @@
 """Write the tables and charts of the documentation from results and declarations: ``python -m scripts.docs``.
 
-A page marks the place of a table with ``<!-- table: NAME -->`` and ``<!-- end of table -->``; :data:`TABLES` says where
-each comes from. What stands between the marks is replaced.
+A page marks the place of a table by ``<!-- table: NAME -->`` and ``<!-- end of table -->``, between which everything is
+replaced; :data:`TABLES` has the functions that write tables.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n\n).*?(\n\n<!-- end of table --
 
 
 def settings() -> str:
-    """What becomes of a checkpoint's settings."""
+    """The settings of checkpoints and their effects."""
     rows = [
         (setting.file, ", ".join(f"`{key}`" for key in setting.keys), setting.handling, setting.note)
         for setting in SETTINGS
@@ -47,7 +47,7 @@ def settings() -> str:
 
 
 def gguf_types() -> str:
-    """How each block type of GGUF is kept, and its bits a weight in the file and in a bundle."""
+    """The block types of GGUF: their form in a bundle, and their bits per weight in the file and in the bundle."""
     names = {
         "half": "fp16 scales",
         "half, offset": "fp16 scales and offsets",
@@ -76,7 +76,7 @@ def tools() -> str:
 
 
 def client_checks() -> str:
-    """The checks of OpenAI's clients, as scripts/clients.py last ran them."""
+    """The checks of OpenAI's clients in the last run of scripts/clients.py."""
     checks = json.loads(clients.RESULTS.read_text(encoding="utf-8"))
     rows = [(check["client"], check["version"], check["check"], check["result"]) for check in checks]
     return tables.markdown(("client", "version", "check", ""), rows)
@@ -94,11 +94,11 @@ OPTION_TABLES: dict[str, tuple[type[Options], Collection[str], bool]] = {
     "compile": (CompileOptions, _names(CompileOptions, ["backend"]), True),
     "serve": (ListenOptions, _names(ListenOptions, [*_ENGINE, *_names(BuildSettings)]), True),
 }
-"""Of each table in ``docs/`` its options, and whether they are shown as flags."""
+"""The options of each table in ``docs/``, and whether they are shown as flags."""
 
 
 def option_table(name: str) -> str:
-    """A table of options in Markdown, from the structs that declare them."""
+    """A table of options in Markdown, from the struct that declares them."""
     kind, names, flags = OPTION_TABLES[name]
     return "\n".join(_option_rows([option for option in options(kind).values() if option.name in names], flags))
 
@@ -160,7 +160,7 @@ TENSOR_TABLES: dict[str, tuple[Tensor, ...]] = {
 
 
 def tensor_table(name: str) -> str:
-    """Name, type, shape and meaning of each tensor; layers have theirs by number."""
+    """The name, type, shape and meaning of each tensor; tensors of layers end with the layer's number."""
     rows = ["| tensor | type | shape | |", "|---|---|---|---|"]
     for tensor in TENSOR_TABLES[name]:
         shown = f"{tensor}.{{i}}" if f"{tensor}." in _LAYERED and tensor.dims[-1] != "n*H" else str(tensor)
@@ -173,7 +173,7 @@ _RESULTS = (
     *("machines", "methods", "precision", "real-models", "real-sizes", "serve", "soak", "split-targets"),
     *("opening", "prompts", "verify-costs", "gpu-checks", "gpu-engines", "gpu-steps"),
 )
-"""Tables that functions of ``benchmarks.tables`` write, by their names."""
+"""Tables that functions of ``benchmarks.tables`` write, by the names of these."""
 TABLES: dict[str, Callable[[], str]] = {
     **{name: getattr(tables, name.replace("-", "_")) for name in _RESULTS},
     "auto-avx512": partial(tables.auto, "auto-avx512"),
@@ -192,7 +192,7 @@ CHARTS: dict[Path, Callable[[], str]] = {ROOT / "docs" / "speed.svg": tables.rea
 
 
 def current() -> dict[Path, str]:
-    """The content that each page with tables, and each chart, should have.
+    """The content of each page with tables, and of each chart.
 
     Raises:
         KeyError: a page names a table that is not in :data:`TABLES`.
@@ -205,7 +205,7 @@ def current() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Writes the files that are not current, and names them."""
+    """Writes the files that are not current, and prints their names."""
     for path, text in current().items():
         if path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")

@@ -3,8 +3,8 @@
     python -m scripts.families [--rtx] [--only NAME ...]    # builds, checks, and writes docs/families.json
     python -m scripts.docs                                  # writes the table
 
-Every family is a tiny random checkpoint. It is built in fp32, where the build compares its lowering with transformers.
-The greedy texts of that bundle and of a portable one are compared with transformers' text. An int4 build measures the
+Every family is a tiny random checkpoint. It is built in fp32, and the build compares its lowering with transformers.
+The greedy texts of this bundle and of a portable bundle are compared with transformers'. An int4 build measures the
 error of the logits. With ``--rtx``, TensorRT-RTX compiles the fp32 bundle in fp16. If ``build`` refuses a family, the
 reason is recorded.
 """
@@ -83,7 +83,7 @@ MORE: dict[str, dict[str, Any]] = {
     "minimax": {**_HEAD, **_LINEAR, "num_local_experts": 4},
     **{f"{name}, hybrid": {"model_type": name, **config} for name, config in HYBRIDS.items()},
 }
-"""Families that no test traces or finds refused, with the sizes of tiny models."""
+"""Families without a test that traces or refuses them, with the sizes of tiny models."""
 
 _INTERFACE = "attention through transformers' interface in the family's code"
 HELP = {
@@ -99,7 +99,7 @@ HELP = {
     "phimoe, window in the mask": "a family that tells its attention the window",
     "qwen2_moe, window in the mask of some layers": "a family that tells its attention the window",
 }
-"""Changes that would make refused families work."""
+"""The work that refused families would take."""
 
 
 def families() -> dict[str, dict[str, Any]]:
@@ -110,7 +110,7 @@ def families() -> dict[str, dict[str, Any]]:
 
 
 def check_family(name: str, settings: dict[str, Any], *, rtx: bool) -> dict[str, str]:
-    """The result of each check: ``yes`` or an error; a family that the build refuses has the reason alone."""
+    """The result of each check: ``yes`` or an error; for a family that the build refuses, the reason alone."""
     settings = dict(settings)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -147,7 +147,7 @@ def _line(error: Exception) -> str:
 
 
 def _same_text(source: Path, bundle: Path) -> None:
-    """Compares greedy tokens, speculating by look-ups, with transformers' own."""
+    """Compares greedy tokens, decoded with look-ups, with transformers' tokens."""
     model, text = load_reference(source, read_manifest(bundle).target), list(range(3, 15))
     expected = list(text)
     while len(expected) < len(text) + TOKENS and expected[-1] != EOS:
@@ -179,7 +179,7 @@ def _compiled(bundle: Path) -> None:
 
 
 def table(results: dict[str, dict[str, str]]) -> str:
-    """The supported families with their checks, notes on failed checks, and the refused families, as Markdown."""
+    """Markdown tables of the supported families with their checks, of failed checks, and of refused families."""
     rows, refused, notes = [], [], dict[str, int]()
     for name, checks in sorted(results.items()):
         if "refused" in checks:
@@ -198,8 +198,8 @@ def table(results: dict[str, dict[str, str]]) -> str:
 def main() -> None:
     """Checks the families and adds the results to docs/families.json."""
     parser = argparse.ArgumentParser(description="Build and check every model family.")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="check these families only")
-    parser.add_argument("--rtx", action="store_true", help="compile with TensorRT-RTX, and nothing else")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="families to check (default: all)")
+    parser.add_argument("--rtx", action="store_true", help="run only the check of TensorRT-RTX")
     args = parser.parse_args()
     torch.set_num_threads(1)
     settings = families()
@@ -208,7 +208,7 @@ def main() -> None:
         print(name, json.dumps(checks), flush=True)
         with FileLock(Path(tempfile.gettempdir()) / "specexport-families.lock"):
             results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-            # An engine adds one check; all other checks are run together and replace earlier results.
+            # The check of an engine is added to earlier results; the others run together and replace them.
             results[name] = {**(results.get(name, {}) if args.rtx else {}), **checks}
             RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
 

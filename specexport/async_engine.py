@@ -1,4 +1,4 @@
-"""``AsyncEngine``: a service's requests, as many at once as there are slots, and a bounded queue."""
+"""``AsyncEngine`` runs the requests of a service: as many at once as there are slots, the rest in a bounded queue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specexport.runtime.prompt import Prompt
 from specexport.runtime.speculative import SpeculativeLike
 
 _SMOOTHING = 0.1
-"""Weight of the newest request in the mean duration from which Retry-After is computed."""
+"""Weight of the latest request in the mean duration that Retry-After is computed from."""
 
 
 @dataclass(eq=False)
@@ -37,13 +37,13 @@ class _Request:
     timer: asyncio.TimerHandle | None = None
 
     def run(self) -> None:
-        """Runs the request to its end, in a thread of the pool."""
+        """Runs the request in a thread of the pool."""
         self.started = time.monotonic()
         try:
             with self.stream as stream:
                 for chunk in stream:
                     self.post(chunk)
-        except Exception as error:  # the consumer gets any error
+        except Exception as error:  # passed on to the consumer
             self.post(error)
 
     def post(self, item: Chunk | BaseException) -> None:
@@ -53,8 +53,8 @@ class _Request:
             self.stream.cancel()
 
     def cancel(self, error: SpecExportError | None = None) -> None:
-        """Ends it before its next step, or removes it from the queue."""
-        if error is not None:  # before the stream's last chunk, which its thread may post at once
+        """Ends the request before its next step, or removes it from the queue."""
+        if error is not None:  # before the last chunk of the stream, which its thread may post at once
             self.post(error)
         self.stream.cancel()
         if self.work is not None and self.work.cancel() and error is None:
@@ -62,13 +62,13 @@ class _Request:
 
 
 class AsyncStream:
-    """The output of one request, an asynchronous iterator of :class:`Chunk`; also a context manager.
+    """The output of a request, an asynchronous iterator of :class:`Chunk`; also a context manager.
 
-    It runs from its creation, whether it is iterated or not, and is cancelled when it is closed or dropped.
+    The request runs whether the output is iterated or not, and is cancelled when the stream is closed or dropped.
 
     Attributes:
         stats: the request's counters, up to date after every chunk.
-        arrived: when the request arrived, by ``time.monotonic()``.
+        arrived: time at which the request arrived, by ``time.monotonic()``.
     """
 
     def __init__(self, request: _Request) -> None:
@@ -79,12 +79,12 @@ class AsyncStream:
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Log-probabilities of the prompt's tokens from the second on, if requested: complete with the first chunk."""
+        """Log-probabilities of the prompt's tokens from the second on, if requested; complete at the first chunk."""
         return self._request.stream.prompt_logprobs
 
     @property
     def started(self) -> float | None:
-        """When it got a slot, by ``time.monotonic()``; None while it waits."""
+        """Time at which the request got a slot, by ``time.monotonic()``; None while it waits."""
         return self._request.started
 
     def __aiter__(self) -> AsyncStream:
@@ -132,8 +132,8 @@ class AsyncEngine:
     ...     print(chunk.text, end="")
 
     Args:
-        frontend: an engine and the defaults of its requests.
-        max_queue: most requests that wait for a slot.
+        frontend: the engine and the defaults of its requests.
+        max_queue: maximum number of requests that wait for a slot.
 
     Attributes:
         closed: whether new requests are refused.
@@ -153,19 +153,19 @@ class AsyncEngine:
     @classmethod
     @keywords(ServiceOptions)
     def open(cls, *args: Any, **keys: Any) -> AsyncEngine:
-        """Opens a bundle, or builds one from a model; options and errors are those of ``LLM``, and ``max_queue``."""
+        """Opens a bundle or a model; arguments and errors are the same as ``LLM``'s, besides ``max_queue``."""
         options = ServiceOptions.from_keywords(*args, **keys)
         keys.pop("max_queue", None)
         return cls(Frontend.open(*args, **keys), max_queue=options.max_queue)
 
     @property
     def running(self) -> int:
-        """Requests that hold a slot."""
+        """Number of requests that hold a slot."""
         return sum(request.started is not None for request in self._live)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot."""
+        """Number of requests that wait for a slot."""
         return len(self._live) - self.running
 
     def generate(
@@ -176,11 +176,11 @@ class AsyncEngine:
         speculative: SpeculativeLike | None = None,
         timeout: float | None = None,
     ) -> AsyncStream:
-        """Starts a request; to be called in the event loop.
+        """Starts a request; must be called in the event loop.
 
         Args:
             prompt: text, token ids, or an ``EmbedsPrompt``.
-            params: None for the model's own. Its ``n`` is 1.
+            params: sampling parameters, with ``n = 1``; None for the model's own.
             speculative: how to speculate; None for the engine's default.
             timeout: seconds after which the request is ended, waiting included; None for no limit.
 
@@ -201,11 +201,11 @@ class AsyncEngine:
         """Refuses a request when the queue is full, before any work on it.
 
         Args:
-            arriving: requests whose bodies are being read; they count if they are more than the running and waiting.
+            arriving: number of requests whose bodies are being read; counts if it exceeds the present requests.
             outputs: number of streams to start.
 
         Raises:
-            RequestError: there is never a place for so many outputs.
+            RequestError: the queue is too small for so many outputs.
             QueueFullError: too many requests wait.
             ClosedError: the engine shuts down.
         """
@@ -225,10 +225,10 @@ class AsyncEngine:
             )
 
     def _wait(self) -> int:
-        """Seconds until all present requests have had a slot: the longest wait of one that is admitted now."""
+        """Seconds until all present requests have had a slot: the longest wait of a request admitted now."""
         now = time.monotonic()
         running = [now - request.started for request in self._live if request.started is not None]
-        # If none has ended yet, or lately, the running ones give a lower bound.
+        # If no request has ended yet, or lately, the running requests give a lower bound.
         duration = max(self._seconds, sum(running) / len(running) if running else 0.0)
         return max(1, math.ceil(duration * len(self._live) / self.slots))
 
@@ -247,7 +247,7 @@ class AsyncEngine:
         return [AsyncStream(request) for request in requests]
 
     async def drain(self, timeout: float) -> None:
-        """Refuses new requests, waits for the present ones, and ends those that remain after ``timeout`` seconds."""
+        """Refuses new requests, and ends present requests that take more than ``timeout`` further seconds."""
         self.closed = True
         until = time.monotonic() + timeout
         while self._live and time.monotonic() < until:
@@ -270,7 +270,7 @@ class AsyncEngine:
         await self.aclose()
 
     def _finished(self, request: _Request) -> None:
-        """Called once, in the thread that ended the request."""
+        """Forgets a request; called in the thread that ended it."""
         try:
             request.loop.call_soon_threadsafe(self._forget, request)
         except RuntimeError:  # the loop is closed

@@ -1,6 +1,6 @@
-"""Builds bundles for commands and engines: optional extras, progress bars, and bundles built on first use.
+"""Builds bundles for commands and engines: optional extras, progress bars, and the cache of bundles.
 
-The cache has a folder for each combination of options and checkpoints, by their content.
+The cache holds a bundle for each combination of options and contents of checkpoints.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,15 +41,15 @@ from specexport.runtime.bundle import check_bundle
 from specexport.runtime.machine import cache_folder, remove_unused
 
 _BYTES = 1 << 20
-"""Progress with larger totals counts bytes."""
+"""Progress with a larger total counts bytes."""
 _BAR = "{desc:38} {percentage:3.0f}% {elapsed} {bar}"
 _FINISHED_BAR = _BAR + " {n_fmt}B of {total_fmt}B"
 _RUNNING_BAR = _FINISHED_BAR + ", {remaining} left"
 _READ = (".json", ".safetensors", ".gguf", ".jinja", ".txt", ".model", ".pt", "pytorch_model.bin", "adapter_model.bin")
-"""Suffixes of a checkpoint's files that a build may read."""
+"""Suffixes of the files that a build may read from a checkpoint."""
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _BY_CONTENT = ("target", "methods", "calibration_data")
-"""Options of a build that name files, whose content counts and not their paths."""
+"""Options of a build that name files; the files' content counts, not their paths."""
 _ABANDONED_AFTER = 7 * 24 * 3600
 """Seconds after which an unfinished build is removed."""
 
@@ -65,7 +65,7 @@ def needs_extra(doing: str, extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         reason: BaseException = error
-        while reason.__cause__ is not None:  # transformers hides what failed in its own imports
+        while reason.__cause__ is not None:  # transformers hides which of its imports failed
             reason = reason.__cause__
         raise BuildError(
             f"{doing} needs the [{extra}] extra ({reason}); install it with: pip install 'specexport[{extra}]'"
@@ -85,18 +85,18 @@ def exporter() -> types.ModuleType:
         )
     with needs_extra("building", "export"), gc_paused():
         from specexport.exporter import build
-    # At exit, Python's garbage collection of millions of objects would take more than a second.
+    # Collecting millions of objects at exit would take Python more than a second.
     atexit.register(gc.freeze)
     return build
 
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Yields a function that shows progress on standard error, from a step's name, the amount done, and the total.
+    """Yields a function that shows the progress of a step, given its name, the amount done and the total.
 
-    A terminal shows a bar for each step; otherwise each finished step is a line.
+    It writes to standard error: a bar for each step in a terminal, otherwise a line for each finished step.
     """
-    stream = sys.stderr  # steps may silence what libraries write there meanwhile
+    stream = sys.stderr  # steps may replace it to silence libraries
     terminal, size = stream.isatty(), shutil.get_terminal_size()
     bars: dict[str, tqdm[NoReturn]] = {}
 
@@ -113,7 +113,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
                 ncols=min(80, size.columns),
                 nrows=size.lines,
             )
-        if bar.disable:  # it finished earlier
+        if bar.disable:  # the step has finished
             return
         bar.total = total
         bar.update(done - bar.n)
@@ -131,7 +131,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def warn_of_settings(manifest: Manifest) -> None:
-    """Warns on standard error where a bundle's texts differ from those of transformers."""
+    """Warns on standard error of settings that make texts differ from transformers'."""
     for note in manifest.notes:
         print(f"warning: {note}", file=sys.stderr)
 
@@ -141,12 +141,11 @@ def cached_bundle(
 ) -> Path:
     """Returns the checked bundle of these build options, and builds it if it is missing or damaged.
 
-    Its name is a hash of the options and of the content of every checkpoint and of the calibration data, so what
-    changed is built again and what moved is not. If several processes need a bundle, one builds it and the others wait.
-    A killed build leaves nothing under the bundle's name; the next one resumes after the models that were written. A
-    damaged bundle is removed with a warning. Unfinished builds untouched for a week are removed when another bundle is
-    built. Without a writable home folder or ``$SPECEXPORT_CACHE``, a bundle is deleted when the process ends, with a
-    warning.
+    Its name is a hash of the options and of the contents of all checkpoints and the calibration data: changed files are
+    built again, moved files are not. If several processes need a bundle, one builds it and the others wait. A killed
+    build leaves nothing under the bundle's name; the next build resumes after the models that were written. A damaged
+    bundle is removed with a warning. Building also removes unfinished builds untouched for a week. Without a writable
+    home folder or ``$SPECEXPORT_CACHE``, a bundle is deleted when the process ends, with a warning.
 
     Args:
         options: fields of ``BuildOptions``, without ``output``.
@@ -181,31 +180,33 @@ def cached_bundle(
     key = _digest(identity)
     name = f"{Path(str(options['target'])).name}-{key[:16]}"
     bundle = root / "bundles" / name
-    if damage(bundle, check_hashes) is not None and not _is_usable(root):
+    if damage(bundle, check_hashes) is None:
+        return bundle
+    if not _is_usable(root):
         root = temporary_folder()
         bundle = root / "bundles" / name
-        if damage(bundle, check_hashes) is not None:
-            warnings.warn(
-                "there is no writable home folder: the bundle is deleted when this process ends; set "
-                "SPECEXPORT_CACHE to a folder to keep it",
-                stacklevel=2,
-            )
-    if damage(bundle, check_hashes) is not None:
-        with writing(root):
-            bundle.parent.mkdir(parents=True, exist_ok=True)
-            with build_lock(bundle):
-                why = damage(bundle, check_hashes)
-                if why is not None:
-                    if os.path.lexists(bundle):
-                        warnings.warn(f"{why}; it is removed and built again", stacklevel=2)
-                        remove(bundle)
-                    remove_unused(root.glob("*/.*"), seconds=_ABANDONED_AFTER)
-                    build(dict(options), bundle)
+        if damage(bundle, check_hashes) is None:
+            return bundle
+        warnings.warn(
+            "there is no writable home folder: the bundle is deleted when this process ends; set SPECEXPORT_CACHE to a "
+            "folder to keep it",
+            stacklevel=2,
+        )
+    with writing(root):
+        bundle.parent.mkdir(parents=True, exist_ok=True)
+        with locked(bundle.parent / f".{bundle.name}.turn"):
+            damaged = damage(bundle, check_hashes)
+            if damaged is not None:  # no other process has built it meanwhile
+                if os.path.lexists(bundle):
+                    warnings.warn(f"{damaged}; it is removed and built again", stacklevel=2)
+                    remove(bundle)
+                remove_unused(root.glob("*/.*"), seconds=_ABANDONED_AFTER)
+                build(dict(options), bundle)
     return bundle
 
 
 def _is_usable(root: Path) -> bool:
-    """Whether the cache folder is writable; one that ``$SPECEXPORT_CACHE`` names is never replaced."""
+    """Whether the cache folder is writable; a folder named by ``$SPECEXPORT_CACHE`` is used in any case."""
     if os.environ.get("SPECEXPORT_CACHE"):
         return True
     if cache_folder() is None:
@@ -215,13 +216,8 @@ def _is_usable(root: Path) -> bool:
     return os.access(root, os.W_OK)
 
 
-def build_lock(bundle: Path) -> AbstractContextManager[None]:
-    """The lock of the process that builds a bundle of the cache."""
-    return locked(bundle.parent / f".{bundle.name}.turn")
-
-
 def damage(bundle: Path, check_hashes: bool) -> BundleError | None:
-    """Why a bundle is missing or damaged; None if it is intact."""
+    """The error that a bundle is missing or damaged; None if it is intact."""
     try:
         check_bundle(bundle, read_manifest(bundle), hashes=check_hashes)
     except BundleError as error:
@@ -230,10 +226,10 @@ def damage(bundle: Path, check_hashes: bool) -> BundleError | None:
 
 
 def _content(folder: Path, memos: Path) -> dict[str, str]:
-    """SHA-256 of a checkpoint's files by their names; cached until a file's size or time changes."""
+    """SHA-256 of each file of a checkpoint, by name; cached in ``memos`` until a file's size or time changes."""
     hashes: dict[str, str] = {}
     files = sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]) if folder.is_dir() else []
-    # Other files in a GGUF model's folder were derived from it, perhaps by this process.
+    # Other files in the folder of a GGUF model were derived from it, perhaps by this process.
     models = [file for file in files if file.suffix == GGUF]
     for file in files if any(file.suffix == ".safetensors" for file in files) else models or files:
         if not file.name.endswith(_READ) or not file.is_file():
@@ -244,7 +240,7 @@ def _content(folder: Path, memos: Path) -> dict[str, str]:
             hashes[name] = memo.read_text(encoding="ascii", errors="replace")
         else:
             hashes[name] = sha256(file)
-            with contextlib.suppress(OSError):  # then it is hashed again
+            with contextlib.suppress(OSError):  # the file is then hashed again
                 memos.mkdir(parents=True, exist_ok=True)
                 write_file(memo, hashes[name].encode("ascii"))
     return hashes
@@ -273,16 +269,16 @@ def no_chat_template(model: str | Path | None) -> RequestError:
 def bundle_of_model(
     options: EngineOptions, methods: tuple[MethodOptions, ...], build: dict[str, Any], *, chat: bool = False
 ) -> Path:
-    """The folder of a model's bundle in the cache.
+    """The folder of a model's bundle in the cache; see :func:`cached_bundle`.
 
     Args:
-        options: what to open.
-        methods: how to speculate.
-        build: the settings of the build that a caller chose.
+        options: the options of the engine, which name the model.
+        methods: the methods to build for.
+        build: settings of the build, as far as the caller set them.
         chat: refuse to build a model without a chat template.
 
     Raises:
-        BuildError: see :func:`cached_bundle`.
+        BuildError: the build fails.
         RequestError: there is no chat template.
     """
     require_effect(build, methods)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from specexport.building import needs_extra
 from specexport.commands import Command, bench, build, chat, draw, inspect, plan, run, serve, tune
+from specexport.commands.flags import UsageError
 from specexport.contract.errors import SpecExportError
 from specexport.contract.folders import describe_error
 from specexport.contract.values import require_text
@@ -30,7 +31,7 @@ Environment:
     SPECEXPORT_CACHE    folder of bundles built on first use, measurements of this machine, and the history of chats
                         (default: $XDG_CACHE_HOME/specexport, else ~/.cache/specexport)
     SPECEXPORT_KERNELS  0 runs every graph on onnxruntime's kernels alone (default: 1)
-    SPECEXPORT_API_KEY  the key that clients of serve have to send, unless --api-key is given
+    SPECEXPORT_API_KEY  key that clients of serve must send, unless --api-key is given
 
 Exit status:
     0, 1 for an error with a message, 2 for wrong usage, 130 for Ctrl-C, 143 for SIGTERM; serve ends with 0 for both
@@ -53,8 +54,8 @@ _COMMANDS = (
 )
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a flag's default, unless there is none or the help text already has it."""
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds a flag's default to its help text, unless there is none or the text states it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         documented = "(default" in (action.help or "")
@@ -62,7 +63,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if documented or absent else super()._get_help_string(action)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Keeps the lines of examples."""
+        """Keeps the line breaks of examples."""
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
@@ -70,16 +71,16 @@ class _Parser(argparse.ArgumentParser):
     """Shows defaults and takes no abbreviated flags; argparse uses the same class for sub-commands."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
-        self.set_defaults(parser=self)  # the innermost command's parser wins
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
+        self.set_defaults(parser=self)  # the parser of the innermost command wins
 
     def error(self, message: str) -> NoReturn:
-        """Exits with the message alone, as the usage of some commands fills a screen."""
+        """Exits with the message but without the usage, which fills a screen for some commands."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 class _Version(argparse.Action):
-    """Runs git for the commit only when the version is printed."""
+    """Prints the version; asks git for the commit only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(f"specexport {full_version()}")
@@ -111,7 +112,10 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The argument parser of all commands; of a line's words only their command's flags, as all take long."""
+    """The argument parser; given the words of a command line, it declares only the flags of their command.
+
+    Declaring the flags of all commands takes long.
+    """
     top = _Parser(prog="specexport", description="Speculative decoding, compiled ahead of time.", epilog=_EPILOG)
     top.add_argument("--version", action=_Version, nargs=0, help="print the version, with the commit if it is known")
     top.add_argument(
@@ -129,7 +133,7 @@ def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code: 0, 1 for an error with a message, 2 for wrong usage."""
+    """Runs a command; returns its exit status: 0, 1 for an error with a message, 2 for wrong usage."""
     _prepare_streams()
     arguments = argparse.Namespace()
     try:
@@ -145,18 +149,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except SpecExportError as error:
         print(f"specexport: error: {_with_flag(str(error), arguments)}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output is gone, as with `head`.
+        # The reader of the output has gone, as with `head`.
         sys.stderr.close()
         return 1
     except OSError as error:
         print(f"specexport: error: {describe_error(error)}", file=sys.stderr)
         return 1
-    except UnicodeError as error:  # of a file's name; errors of contents name their file
+    except UnicodeError as error:  # in the name of a file; errors in contents name the file
         print(f"specexport: error: {ascii(str(error))[1:-1]}; name files in UTF-8", file=sys.stderr)
         return 1
     return code
@@ -171,7 +175,7 @@ def _with_flag(message: str, arguments: argparse.Namespace) -> str:
 
 
 def _prepare_streams() -> None:
-    """Opens closed standard streams on the null device, and prints "?" for characters that the encoding lacks."""
+    """Opens missing standard streams on the null device, and has "?" printed for characters that the encoding lacks."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
@@ -188,7 +192,7 @@ def _require_text(arguments: argparse.Namespace) -> None:
 
 
 def _with_dashes(word: str) -> str:
-    """``--max_tokens`` means ``--max-tokens``: both spellings are common in the field."""
+    """Replaces underscores in a flag by dashes: both spellings, ``--max_tokens`` and ``--max-tokens``, are common."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")

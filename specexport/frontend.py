@@ -1,4 +1,4 @@
-"""``Frontend``, the common part of ``LLM`` and ``AsyncEngine``: an engine, and the defaults of its requests."""
+"""``Frontend``, the common part of ``LLM`` and ``AsyncEngine``: an engine and the defaults of its requests."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from specexport.runtime.speculative import DEFAULT, Speculative, SpeculativeLike
 from specexport.runtime.text import encode_text
 
 _LONG = 16
-"""Characters for each token of the context from which a text counts as long."""
+"""A text is long if it has more characters than this, for each token of the context."""
 _SLACK = 64
-"""Tokens that the beginning of a text may have in addition to those of the whole text there."""
+"""Maximum number of tokens by which the beginning of a text may exceed the same part of the whole text."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Logprob:
     """A token's log-probability.
 
     Attributes:
-        logprob: in nats, before temperature and filters.
-        rank: its rank among all tokens, 1 for the most probable.
+        logprob: the log-probability in nats, before temperature and filters.
+        rank: the token's rank among all tokens, 1 for the most probable.
     """
 
     logprob: float
@@ -52,7 +52,9 @@ class Frontend:
     """An engine and the defaults of its requests. Safe to use from several threads.
 
     Attributes:
-        seed: determines the seeds of requests without one, by their order; None draws fresh ones.
+        name: the model or bundle, as the user named it.
+        speculative: how requests speculate by default.
+        seed: determines the seeds of requests without one, by their order; None for random seeds.
     """
 
     engine: Engine
@@ -64,15 +66,15 @@ class Frontend:
     @classmethod
     @keywords(EngineOptions)
     def open(cls, *args: Any, **keys: Any) -> Frontend:
-        """Opens a bundle, or builds one from a model into the cache if it is not there yet.
+        """Opens a bundle, or a model, which is built into the cache if it is not there yet.
 
-        Arguments and errors are those of :class:`~specexport.llm.LLM`.
+        Arguments and errors are the same as :class:`~specexport.llm.LLM`'s.
         """
         return cls._open(EngineOptions.from_keywords(*args, **keys), keys)
 
     @classmethod
     def open_for_chat(cls, **keys: Any) -> Frontend:
-        """As :meth:`open`, for messages: refuses a model without a chat template before building it.
+        """Opens a bundle or model for chats; refuses a model without a chat template before building it.
 
         Raises:
             RequestError: there is no chat template.
@@ -86,7 +88,7 @@ class Frontend:
 
     @classmethod
     def _open(cls, options: EngineOptions, keys: Mapping[str, Any], *, chat: bool = False) -> Frontend:
-        """Opens or builds; ``keys`` are the options that the caller set."""
+        """See :meth:`open`; ``keys`` are the options that the caller set."""
         model, bundle, config = options.model, options.bundle, options.speculative_config
         if (model is None) == (bundle is None):
             raise BuildError(f"model is {model!r} and bundle is {bundle!r}; give one of them")
@@ -112,7 +114,7 @@ class Frontend:
         engine = Engine.load(
             folder,
             threads=options.threads,
-            check_hashes=options.check_hashes and bundle is not None,  # the cache has checked those of a model
+            check_hashes=options.check_hashes and bundle is not None,  # the cache has checked a model's bundle
             methods=loaded,
             max_model_len=options.max_model_len,
             calibrate=options.calibrate,
@@ -121,7 +123,7 @@ class Frontend:
             gpu_memory_utilization=options.gpu_memory_utilization,
         )
         try:
-            # Refuses a method or a size the bundle was not built for before any request does.
+            # Refuses methods and sizes that the bundle was not built for.
             engine.stream([0], speculative=chosen).close()
         except RequestError as error:
             engine.close()
@@ -129,7 +131,7 @@ class Frontend:
         return cls(engine, str(model or bundle), chosen, options.seed)
 
     def speculation(self, keys: Mapping[str, Any]) -> Speculative:
-        """How a request with these settings speculates: by the default method unless it names another."""
+        """How a request with these settings speculates; without a method, by the default method."""
         if not keys:
             return self.speculative
         return Speculative.of(keys if "hypothesis" in keys else {"method": self.speculative.method, **keys})
@@ -155,7 +157,6 @@ class Frontend:
 
     def tokens(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a prompt; see :meth:`encode` and :class:`~specexport.runtime.prompt.PromptEncoder`."""
-        # The engine handles empty prompts.
         if isinstance(prompt, str):
             prompt = self.encode(prompt, add_special_tokens=add_special_tokens)
         return self.engine.encode(prompt)
@@ -164,14 +165,14 @@ class Frontend:
         """The tokens of a text; may be called while requests run, without delaying them.
 
         Raises:
-            ContextLengthError: it is long, and its beginning fills more than the context; the rest is not encoded.
-            RequestError: it is not valid UTF-8.
+            ContextLengthError: the text is long and its beginning overfills the context; the rest is not encoded.
+            RequestError: the text is not valid UTF-8.
         """
         require_text(text, f"the {param}" if param == "prompt" else param, param)
         tokenizer, limit = self.engine.tokenizer, self.engine.max_model_len
         size = _LONG * limit
         while size < len(text):
-            # Without white space at its end, which what follows may remove.
+            # Without trailing white space, which may become part of a following token.
             count = len(encode_text(tokenizer, text[:size].rstrip(), add_special_tokens=False))
             if count > limit + _SLACK:
                 raise ContextLengthError(
@@ -188,7 +189,7 @@ class Frontend:
         params: SamplingParams | None = None,
         speculative: SpeculativeLike | None = None,
     ) -> list[Stream]:
-        """A stream for each of a request's ``n`` outputs; they start when they are iterated.
+        """The streams of a request's ``n`` outputs, which start when they are iterated.
 
         Raises:
             RequestError: a parameter cannot be honoured, or the prompt does not fit.
@@ -206,13 +207,13 @@ class Frontend:
         return [self.engine.stream(tokens, params.replace(n=1, seed=seed), chosen) for seed in seeds]
 
     def token_text(self, token: int) -> str:
-        """A token's text in the middle of a text."""
-        # Some decoders strip a leading space from the first token, so the second one is used.
+        """The text of a token in the middle of a text."""
+        # Some decoders strip a leading space from the first token, so the text of a second one is used.
         single, double = (self.engine.tokenizer.decode([token] * times, skip_special_tokens=False) for times in (1, 2))
         return double[len(single) :] if double.startswith(single) else single
 
     def by_token(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The most probable tokens and the chosen one, by token."""
+        """The log-probabilities of the most probable tokens and the chosen token."""
         ranked = [(place, *pair) for place, pair in enumerate(entry.top, start=1)]
         return {
             token: Logprob(logprob, rank, self.token_text(token))
@@ -229,7 +230,7 @@ class Frontend:
 
 
 def _of_bundle(config: SpeculativeConfig) -> tuple[tuple[MethodOptions, ...], Speculative]:
-    """Splits a configuration for a bundle into options of methods without graphs and the default of requests."""
+    """Splits the configuration of a bundle into methods without graphs and the default of requests."""
     methods: list[MethodOptions] = []
     chosen: list[Speculative] = []
     for entry in listed(config):
@@ -249,6 +250,6 @@ def _of_bundle(config: SpeculativeConfig) -> tuple[tuple[MethodOptions, ...], Sp
         else:
             (method,) = read_methods(mapping)
             methods.append(method)
-            if not method_type(method.name).takes_hypothesis:  # requests with a hypothesis choose it themselves
+            if not method_type(method.name).takes_hypothesis:  # only requests with a hypothesis use such a method
                 chosen.append(Speculative(method=method.name))
     return tuple(methods), chosen[0] if chosen else DEFAULT

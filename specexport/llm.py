@@ -1,4 +1,4 @@
-"""``LLM``: many prompts in, their outputs out."""
+"""``LLM`` generates the outputs of many prompts offline."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
 ``EmbedsPrompt(parts)``."""
 NO_TOKEN = -1
-"""The token id that stands for an embedding of a prompt."""
+"""The token id in place of an embedding of a prompt."""
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One output.
+    """An output of a request.
 
     Attributes:
-        index: which of the request's ``n``.
-        text: the output without the stop text.
-        token_ids: every generated token, an end-of-text token included.
-        logprobs: for each token its own and those of the most probable ones, by token; None unless requested.
-        cumulative_logprob: the sum of the tokens' own; None unless requested.
+        index: index among the request's ``n`` outputs.
+        text: the text, without the stop text.
+        token_ids: all generated tokens, an end-of-text token included.
+        logprobs: log-probabilities at each token, by token: its own and the highest; None unless requested.
+        cumulative_logprob: sum of the log-probabilities of the tokens; None unless requested.
         finish_reason: ``stop`` (end of text, a stop text or token) or ``length``.
-        metrics: its costs and acceptance.
+        metrics: costs and acceptance.
     """
 
     index: int
@@ -53,15 +53,15 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request and its outputs.
+    """The outputs of a request.
 
     Attributes:
-        request_id: its index in the call, as text.
-        prompt: the text; None for a prompt of tokens.
+        request_id: index of the request in the call, as text.
+        prompt: the prompt's text; None for a prompt of tokens.
         prompt_token_ids: the prompt's tokens; -1 for embeddings.
-        outputs: ``n`` of them.
-        prompt_logprobs: for each prompt token its own and those of the most probable ones, by token, None for the
-            first; None unless requested.
+        outputs: the ``n`` outputs.
+        prompt_logprobs: log-probabilities at each prompt token, by token: its own and the highest, or None at the first
+            token; None unless requested.
         finished: always True.
     """
 
@@ -74,13 +74,13 @@ class RequestOutput:
 
 
 class LLM:
-    """Generates offline from a model, which is built on first use, or from a bundle. Names and meanings are vLLM's.
+    """Generates offline from a bundle, or from a model, which is built on first use. Names and meanings are vLLM's.
 
     >>> llm = LLM("Qwen/Qwen3-4B", speculative_config={"model": "Qwen/Qwen3-0.6B"})  # doctest: +SKIP
     >>> llm.generate(["one", "two"], SamplingParams(temperature=0.8))  # doctest: +SKIP
 
-    Takes the fields of :class:`~specexport.options.EngineOptions`, all but ``model`` by name: what to open, how to run
-    it, and, with a model, how to build it. ``docs/python.md`` has their table, ``help(EngineOptions)`` their types.
+    Takes the fields of :class:`~specexport.options.EngineOptions`, all but ``model`` by name. ``docs/python.md`` has a
+    table of them, ``help(EngineOptions)`` their types.
 
     Raises:
         BuildError: an option is unknown or wrong, or the build fails.
@@ -116,17 +116,17 @@ class LLM:
         """Continues prompts.
 
         Args:
-            prompts: one or several. A list or array of whole numbers is one prompt of token ids, an array ``[B,N]`` is
-                B of them.
-            sampling_params: for all prompts, or for each; None for :meth:`get_default_sampling_params`.
+            prompts: a prompt or several. A list or array of whole numbers is a prompt of token ids; an array ``[B,N]``
+                is B such prompts.
+            sampling_params: parameters for all prompts, or for each; None for :meth:`get_default_sampling_params`.
             use_tqdm: show a progress bar on standard error.
             speculative: how to speculate, for all prompts or for each; None for ``speculative_config``.
 
         Returns:
-            One output a prompt, in order. Nothing is generated if any request is refused.
+            The outputs of each prompt, in order.
 
         Raises:
-            RequestError: names the prompt and what is wrong with it.
+            RequestError: a request is refused, so that nothing is generated; names the prompt and the reason.
         """
         pairs = [_text_and_tokens(index, prompt) for index, prompt in enumerate(_as_list(prompts))]
         return self._run(pairs, sampling_params, use_tqdm, speculative)
@@ -146,19 +146,19 @@ class LLM:
         """Answers conversations, formatted by the model's chat template.
 
         Args:
-            messages: one conversation or several, each a list of ``{"role": ..., "content": ...}``, the content a text
-                or a list of ``{"type": "text", "text": ...}``.
-            sampling_params: see :meth:`generate`.
-            use_tqdm: see :meth:`generate`.
-            chat_template: the name of one of the model's templates; None for ``tool_use`` with tools, if there is one,
-                else ``default``.
-            add_generation_prompt: end the prompt with the introduction of the model's answer.
+            messages: a conversation or several, each a list of ``{"role": ..., "content": ...}``, whose content is a
+                text or a list of ``{"type": "text", "text": ...}``.
+            sampling_params: as for :meth:`generate`.
+            use_tqdm: as for :meth:`generate`.
+            chat_template: name of one of the model's templates; None for ``tool_use`` with tools, if there is one, else
+                ``default``.
+            add_generation_prompt: end the prompt with the beginning of the model's answer.
             tools: descriptions of functions that may be called, for the template.
             chat_template_kwargs: further variables of the template.
-            speculative: see :meth:`generate`.
+            speculative: as for :meth:`generate`.
 
         Raises:
-            RequestError: the model has no chat template, it refuses the messages, or a parameter is wrong.
+            RequestError: the model has no chat template, its template refuses the messages, or a parameter is wrong.
         """
         if not is_sequence(messages):
             raise RequestError(f"messages is {shown(messages)}; expected a list of messages", param="messages")
@@ -213,7 +213,7 @@ class LLM:
             raise type(error)(f"prompt {index}: {error}", param=error.param) from error
 
     def _complete(self, streams: list[Stream], use_tqdm: bool) -> list[Completion]:
-        """Runs streams, as many at once as the engine has slots."""
+        """Runs streams to their ends, as many at once as the engine has slots."""
         size = shutil.get_terminal_size()  # tqdm shows nothing in a terminal of unknown size
         bar = tqdm(
             total=len(streams),
@@ -229,7 +229,7 @@ class LLM:
                     future.result()
                     bar.update()
             except BaseException:
-                # Leaving the block waits for the threads, so running requests must end soon.
+                # The block waits for the threads at its end, so running requests must end soon.
                 for future, stream in zip(futures, streams, strict=True):
                     future.cancel()
                     stream.cancel()
@@ -249,7 +249,7 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The list of prompts; a sequence of numbers is one prompt."""
+    """The list of prompts; a sequence of numbers is a single prompt."""
     if isinstance(prompts, (str, Mapping, EmbedsPrompt)):
         return [prompts]
     several = plain(prompts)
@@ -259,21 +259,21 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _per_prompt(name: str, argument: Any, kinds: type | tuple[type, ...], count: int) -> list[Any]:
-    """A list with a value for each prompt, from one value for all of them or a sequence."""
+    """The argument's value for each prompt: the same value for all, or an item of a sequence for each."""
     kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     values = [argument] * count if argument is None or isinstance(argument, kinds) else argument
     allowed = (*kinds, type(None))
     wrong = next((v for v in values if not isinstance(v, allowed)), None) if is_sequence(values) else values
     if wrong is not None:
         expected = " or ".join(kind.__name__ for kind in kinds)
-        raise RequestError(f"{name} is {shown(wrong)}; expected {expected}, one for all prompts or one each")
+        raise RequestError(f"{name} is {shown(wrong)}; expected {expected}, for all prompts or for each")
     if len(values) != count:
-        raise RequestError(f"{len(values)} {name} for {counted(count, 'prompt')}; give one for all, or one each")
+        raise RequestError(f"{len(values)} {name} for {counted(count, 'prompt')}; give one for all, or one for each")
     return list(values)
 
 
 def _text_and_tokens(index: int, prompt: Prompt) -> tuple[str | None, EnginePrompt]:
-    """A prompt's text, if it has one, and its form for the engine."""
+    """A prompt's text, if it is text, and its form for the engine."""
     if isinstance(prompt, str):
         return prompt, prompt
     if not isinstance(prompt, Mapping):

@@ -1,4 +1,4 @@
-"""Options of opening and serving a model, for ``LLM``, ``AsyncEngine``, the commands, the server, Ray and Triton.
+"""Options for opening and serving models, of ``LLM``, ``AsyncEngine``, the commands, the server, Ray and Triton.
 
 Imports no web framework, so that ``--help`` needs none.
 """
@@ -19,7 +19,7 @@ _api, _limit, _ray = (partial(option, group=group) for group in ("the API", "lim
 
 
 class _ModelOptions(BuildSettings, frozen=True):
-    """What to open.
+    """The model to open.
 
     Attributes:
         model: a bundle, or a model (folder, hub id or .gguf file) that is built on first use (default: none).
@@ -29,28 +29,28 @@ class _ModelOptions(BuildSettings, frozen=True):
 
 
 class EngineOptions(_ModelOptions, frozen=True, kw_only=True):
-    """How to open a bundle, or a model, which is built on first use; the options of its build are the first ones.
+    """Options for opening a bundle or a model, which is built on first use; inherits the options of the build.
 
     Attributes:
         bundle: a folder written by specexport build, instead of a model (default: none).
-        speculative_config: how to speculate: a mapping with method, model and the method's keys, or several, the
-            default first; of a bundle's methods it chooses one, and sets options of those that need no graph (default:
-            a bundle's first method; a model is built without one and looks up in the text where that pays).
-        calibrate: choose how much each step speculates by the costs of steps on this machine, which are measured in a
-            few seconds when a bundle is first opened on it.
-        max_model_len: most tokens of a prompt and its output (default: the bundle's; to build, the model's, at most
-            2048).
-        seed: gives requests without a seed of their own one each, by their order; a seed gives the same sampled text
-            again to a request alone, with num_speculative_tokens or without calibration (default: a new one each).
+        speculative_config: how to speculate: a mapping with method, model and the method's keys, or several of them,
+            the default first. For a bundle, it chooses one of the bundle's methods and sets options of methods without
+            a graph (default: the bundle's first method; models are built without a method, and text is looked up where
+            that pays).
+        calibrate: choose how much each step speculates by the costs of steps, which are measured in a few seconds when
+            a bundle is first opened on a machine.
+        max_model_len: maximum number of tokens of a prompt and its output (default: the bundle's; to build, the
+            model's, at most 2048).
+        seed: determines the seeds of requests without one, by their order; with num_speculative_tokens or without
+            calibration, a request that runs alone then samples the same text again (default: new seeds).
         check_hashes: compare a bundle's files with its manifest.
-        cache_graphs: keep int8 and int4 matrices in packed form in the cache folder, so that a bundle opens faster next
-            time.
-        tensor_parallel_size: processes that share the target (default: 1, or what the bundle was built for).
+        cache_graphs: keep packed int8 and int4 matrices in the cache folder, so that a bundle opens faster next time.
+        tensor_parallel_size: number of processes that share the target (default: 1, or the bundle's).
         threads: CPU threads (default: one per core).
-        backend: what runs the bundle: onnxruntime, onnxruntime-cuda, tensorrt, tensorrt-rtx or an installed package's
-            (default: what it was built for).
-        gpu_memory_utilization: share of a GPU's memory that may be in use, including other programs'; has no effect on
-            a CPU.
+        backend: backend that runs the bundle: onnxruntime, onnxruntime-cuda, tensorrt, tensorrt-rtx or an installed
+            package's (default: the one it was built for).
+        gpu_memory_utilization: share of a GPU's memory that may be used, other programs included; has no effect on a
+            CPU.
     """
 
     bundle: Annotated[str | Path | None, option(hidden=True, unchecked=True)] = None
@@ -61,16 +61,14 @@ class EngineOptions(_ModelOptions, frozen=True, kw_only=True):
     calibrate: Annotated[
         bool,
         _speculation(
-            off="draft the bundle's default number of tokens; otherwise the cost of steps is measured once on this "
-            "machine, in a few seconds, and each step drafts as many tokens as pay"
+            off="always draft the bundle's default number of tokens; otherwise the costs of steps are measured once "
+            "per machine, in a few seconds, and each step drafts as many tokens as pay"
         ),
     ] = True
     max_model_len: Annotated[int | None, _model("S", ge=2)] = None
     seed: Annotated[int | None, _model("N", ge=0)] = None
     check_hashes: Annotated[bool, _model(off="compare only the sizes of a bundle's files")] = True
-    cache_graphs: Annotated[
-        bool, _machine(off="do not keep int8 and int4 matrices in packed form in the cache folder")
-    ] = True
+    cache_graphs: Annotated[bool, _machine(off="do not keep packed int8 and int4 matrices in the cache folder")] = True
     tensor_parallel_size: Annotated[int | None, _machine("N", short="-tp", ge=1)] = None
     threads: Annotated[int | None, _machine("N", ge=1, le=1024)] = None
     backend: Annotated[str | None, _machine("NAME")] = None
@@ -78,28 +76,29 @@ class EngineOptions(_ModelOptions, frozen=True, kw_only=True):
 
 
 class ServiceOptions(EngineOptions, frozen=True, kw_only=True):
-    """Options of an engine that serves requests as they come.
+    """Options of an engine that serves requests as they arrive.
 
     Attributes:
-        max_queue: most waiting requests; more are refused with 429.
+        max_queue: maximum number of waiting requests; the server refuses more with 429.
     """
 
     max_queue: Annotated[int, option("N", group="limits", ge=0)] = 128
 
 
 class ServerOptions(ServiceOptions, frozen=True, kw_only=True):
-    """What is served, to whom, and within which limits.
+    """Options of a server.
 
     Attributes:
         served_model_name: the model's names in the API (default: as given).
         api_key: key that clients must send (default: $SPECEXPORT_API_KEY, else none).
         cors: origin of web pages that may call the server, * for any (default: none).
         page: serve the page at /.
-        timeout: seconds a request may take; 0 for no limit.
+        timeout: maximum number of seconds per request; 0 for no limit.
         shutdown_timeout: seconds that streams get to finish when the server stops.
-        max_body_bytes: largest request body in bytes.
-        replicas: with --ray: engines, each with a copy of the model.
-        max_replicas: with --ray: most replicas while requests wait; idle ones are removed again (default: --replicas).
+        max_body_bytes: maximum size of a request body in bytes.
+        replicas: with --ray, number of engines, each with a copy of the model.
+        max_replicas: with --ray, maximum number of engines while requests wait; idle ones are removed again (default:
+            --replicas).
     """
 
     served_model_name: Annotated[tuple[str, ...], option("NAME", group="the model")] = ()
@@ -114,13 +113,13 @@ class ServerOptions(ServiceOptions, frozen=True, kw_only=True):
 
 
 class ListenOptions(ServerOptions, frozen=True, kw_only=True):
-    """Options of ``specexport serve``: those of the server, and where it listens.
+    """Options of ``specexport serve``.
 
     Attributes:
         host: address to listen on; 0.0.0.0 for all.
-        port: port to listen on; 0 for any free one.
+        port: port to listen on; 0 for any free port.
         log_level: lowest level that is logged.
-        ray: serve on Ray: $RAY_ADDRESS, 'ray start', or one of its own.
+        ray: serve on a Ray cluster: $RAY_ADDRESS, 'ray start', or a new one.
     """
 
     host: Annotated[str, _api()] = "127.0.0.1"

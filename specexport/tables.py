@@ -1,4 +1,4 @@
-"""Output of commands: tables, sentences and their styles. Texts are printed literally, without markup."""
+"""Output of commands: tables and sentences with styles. Texts are printed literally, without markup."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Literal, NamedTuple, TextIO
 from tabulate import SEPARATING_LINE, tabulate
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
-"""ANSI's numbers of styles."""
-_WORD, _LEAST = 16, 10
-"""Least width of columns with words of this length, and least width of any column, when columns are narrowed."""
+"""ANSI codes of styles."""
+_LONG_WORD, _MIN_WIDTH = 16, 10
+"""Narrowed columns keep the width of their longest word up to the first, and, if that is too wide, the second."""
 
 
 class Styled(NamedTuple):
-    """A sentence or a table cell, with styles: bold, dim, red, green, yellow."""
+    """A sentence or the text of a cell, with its styles, separated by spaces: bold, dim, red, green, yellow."""
 
     text: str
     style: str = ""
 
     def render(self, width: int | None, colours: bool) -> str:
-        """The text for a terminal of ``width`` characters; None does not wrap."""
+        """The text, wrapped to ``width`` characters; None does not wrap."""
         lines = self.text.split("\n")
         if width is not None:
             lines = [part for line in lines for part in textwrap.wrap(line, width) or [""]]
@@ -37,13 +37,13 @@ class Styled(NamedTuple):
 
 @dataclass
 class Table:
-    """Cells in rows.
+    """A table of styled cells.
 
     Attributes:
-        title: the line above it; empty for none.
+        title: the line above the table; empty for none.
         columns: the header; empty for none.
-        align: l or r for each column; the last letter holds for all following columns.
-        rows: the cells, one a column.
+        align: l or r for each column; the last letter applies to all further columns.
+        rows: the cells of each row.
     """
 
     title: str = ""
@@ -60,22 +60,24 @@ class Table:
         return ["right" if letter == "r" else "left" for letter in self.align.ljust(count, self.align[-1])[:count]]
 
     def render(self, width: int | None, colours: bool) -> str:
-        """The table for a terminal of ``width`` characters, with long cells wrapped; None does not wrap."""
+        """The table, with long cells wrapped to fit ``width`` characters; None does not wrap."""
         head = [[Styled(name) for name in self.columns]] if self.columns else []
         grid, sides = [*head, *self.rows], self.sides()
         widths = _widths([[cell.text for cell in column] for column in zip(*grid, strict=True)], sides, width)
         lines: list[Sequence[str]] = [
             [cell.render(column, colours) for cell, column in zip(row, widths, strict=True)] for row in grid
         ]
-        # As a row: tabulate makes a column two characters wider than its header.
+        # The header is a row, as tabulate makes columns two characters wider than their headers.
         lines[len(head) : len(head)] = [SEPARATING_LINE] * len(head)
         drawn = tabulate(lines, tablefmt="simple", disable_numparse=True, colalign=sides).split("\n")
         title = [Styled(self.title, "bold").render(width, colours)] if self.title else []
-        return "\n".join([*title, *(line.rstrip() for line in drawn[1:-1])])  # the first and the last are rules
+        return "\n".join(
+            [*title, *(line.rstrip() for line in drawn[1:-1])]
+        )  # without the rules at the top and the bottom
 
 
 def show(*parts: Table | Styled | str) -> None:
-    """Prints parts one below the other; on a terminal wrapped to its width, and in :func:`colours <uses_colours>`."""
+    """Prints parts one below the other; on a terminal, wrapped to its width and perhaps in colour."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for part in parts:
         drawn = Styled(part) if isinstance(part, str) else part
@@ -88,21 +90,24 @@ def understands_escapes() -> bool:
 
 
 def uses_colours(stream: TextIO) -> bool:
-    """Whether to write colours: to terminals that understand them, unless ``NO_COLOR`` is set."""
+    """Whether to write colours to a stream: a terminal that understands them, unless ``NO_COLOR`` is set."""
     return stream.isatty() and understands_escapes() and not os.environ.get("NO_COLOR")
 
 
 def _widths(columns: Sequence[Sequence[str]], sides: Sequence[str], limit: int | None) -> list[int]:
     """The width of each column.
 
-    If a line is too long, the widest columns are narrowed: first text, between words; then numbers; then within words.
+    If rows are longer than ``limit``, the widest columns are narrowed: first text columns, down to their longest words;
+    then columns of numbers; then columns with long words.
     """
     widths = [max(1, *(len(line) for cell in cells for line in cell.split("\n"))) for cells in columns]
-    words = [min(_WORD, max((len(word) for cell in cells for word in cell.split()), default=1)) for cells in columns]
+    words = [
+        min(_LONG_WORD, max((len(word) for cell in cells for word in cell.split()), default=1)) for cells in columns
+    ]
     if limit is None:
         return widths
     numbers = [width if side == "right" else word for width, word, side in zip(widths, words, sides, strict=True)]
-    for minimums in (numbers, words, [_LEAST] * len(widths)):
+    for minimums in (numbers, words, [_MIN_WIDTH] * len(widths)):
         while sum(widths) + 2 * (len(widths) - 1) > limit:
             longer = [at for at, width in enumerate(widths) if width > minimums[at]]
             if not longer:

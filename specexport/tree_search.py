@@ -1,4 +1,4 @@
-"""Finds the token tree that decodes fastest on this device, by measured acceptance and costs of steps."""
+"""Finds the token tree that decodes fastest on this machine, by measured acceptance and costs of steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from specexport.runtime.timing import Progress
 RankPath = tuple[int, ...]
 
 _WIDTHS = (*range(1, 13), 14, 16, 20, 24, 32, 48, 64)
-"""Widths at which a step is timed; others are interpolated."""
+"""Widths at which steps are timed; costs of other widths are interpolated."""
 _ROUNDS = 7
 
 
@@ -37,7 +37,10 @@ class Observed:
     """Observations of decoding with a method.
 
     Attributes:
-        paths: how often the target continued along each path of ranks from the root.
+        paths: number of times that the target followed each path of ranks from the root.
+        steps: number of steps.
+        stats: sums of the requests' counters and times.
+        depth: depth of the proposals.
     """
 
     paths: Counter[RankPath]
@@ -46,13 +49,19 @@ class Observed:
     depth: int
 
     def weight(self, path: RankPath) -> float:
-        """The chance that a path is accepted."""
+        """The probability that a path is accepted."""
         return self.paths[path] / max(1, self.steps)
 
 
 @dataclass(frozen=True)
 class TreeCandidate:
-    """A tree, with the tokens that its steps are expected to commit, the bonus token included."""
+    """A tree and the expected figures of its steps.
+
+    Attributes:
+        tokens: number of tokens that a step commits, the bonus token included.
+        seconds: time of a step.
+        speed_up: tokens per second over plain decoding's.
+    """
 
     tree: TokenTree
     tokens: float
@@ -67,10 +76,10 @@ class TreeCandidate:
 def observe(
     engine: Engine, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, progress: Progress
 ) -> Observed:
-    """Decodes prompts with a method and counts which of its candidates are right.
+    """Decodes prompts with a method, and counts which of its candidates are right, even outside the tree.
 
-    Candidates count even if they are not in the tree. Those of a draft model or a speculator at a depth follow its own
-    chain, so the first other token ends a path.
+    The candidates of a draft model or a speculator follow its own chain of draft tokens, so any other token ends a
+    path.
 
     Raises:
         RequestError: the draft is drawn at random, or no step had a proposal.
@@ -78,7 +87,7 @@ def observe(
     method = engine.methods[name]
     chained = method.support > 0
     if chained and not params.greedy:
-        raise RequestError("a tree of draft tokens that are drawn can only be tuned for greedy decoding: temperature 0")
+        raise RequestError("the tree of a draft that is drawn can only be tuned for greedy decoding: temperature 0")
     deepest = max(method.token_trees(), key=lambda tree: tree.depth)
     paths: Counter[RankPath] = Counter()
     total, steps = Stats(), 0
@@ -101,7 +110,7 @@ def observe(
 
 
 def _path(candidates: Ints, ahead: Sequence[int], chained: bool) -> RankPath:
-    """The ranks of the actual tokens among the candidates at each depth, up to the first that is not one."""
+    """The ranks of the text's tokens among the candidates at each depth, up to the first that is no candidate."""
     path: list[int] = []
     for row, token in zip(candidates, ahead, strict=True):
         ranks = np.flatnonzero(row == token)
@@ -118,7 +127,7 @@ def sum_stats(a: Stats, b: Stats) -> Stats:
 
 
 def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, progress: Progress) -> list[float]:
-    """Seconds of a step of the target for T = 1 to ``widest`` tokens: c(1), c(2), ...; over ``rows`` rows of cache."""
+    """The seconds c(1), c(2), ... of steps of 1 to ``widest`` tokens of the target, over ``rows`` rows of cache."""
     widths = [width for width in _WIDTHS if width < widest] + [widest]
     model = bundle.manifest.target
     graph = open_target(bundle, threads=threads)
@@ -131,20 +140,17 @@ def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, prog
             inputs[tensors.PAST_LENGTH][:] = rows
             start = time.perf_counter()
             graph.run(RunShape(width, width))
-            if turn:  # the first round pays for buffers
+            if turn:  # the first round allocates buffers
                 times[width].append(time.perf_counter() - start)
         progress("timing steps", turn + 1, _ROUNDS + 1)
     medians = [statistics.median(times[width]) for width in widths]
-    # A wider step is never cheaper, but for noise.
+    # Wider steps are never cheaper, except by noise.
     medians = list(itertools.accumulate(medians, max))
     return [float(cost) for cost in np.interp(np.arange(1, widest + 1), widths, medians)]
 
 
 def candidates(method: Method, observed: Observed, costs: Sequence[float]) -> list[TreeCandidate]:
-    """The tree of each number of nodes that commits most tokens a second, the best first.
-
-    ``costs`` are c(1), c(2), ..., up to the nodes of the largest tree.
-    """
+    """The fastest tree of each number of nodes, in descending order of speed; ``costs`` are those of all sizes."""
     stats = observed.stats
     overhead = (stats.accept + stats.host) / stats.steps
     propose = stats.propose / max(1, stats.steps_with_draft)
@@ -152,7 +158,7 @@ def candidates(method: Method, observed: Observed, costs: Sequence[float]) -> li
     depths = max((len(path) for path in observed.paths), default=0)
     best: dict[int, TreeCandidate] = {}
     for depth in range(1, depths + 1):
-        # A draft model makes one pass a depth, a speculator one stage; heads propose for all depths at once.
+        # Draft models run a pass, and speculators a stage, for each depth; heads propose all depths at once.
         proposing = propose * depth / observed.depth if method.support else propose
         for nodes in range(2, len(costs) + 1):
             tree = TokenTree.best(observed.weight, nodes, method.ranks, depth)
@@ -168,9 +174,9 @@ def candidates(method: Method, observed: Observed, costs: Sequence[float]) -> li
 
 @contextlib.contextmanager
 def record_proposals(engine: Engine, method: str) -> Iterator[list[tuple[int, Proposal]]]:
-    """Records a method's proposals while the block runs; nothing else may use the engine meanwhile.
+    """Yields a list to which a method's proposals are added, with the lengths of the texts before them.
 
-    Yields a list to which each proposal is added, with the length of the text before it.
+    Nothing else may use the engine meanwhile.
     """
     proposer = engine.loaded_methods[method].proposer
     propose = proposer.propose

@@ -1,4 +1,4 @@
-"""The version, and the commit if it is known."""
+"""The version and the commit of this installation."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def commit() -> str | None:
-    """The commit this was built from; in a clone the one that is checked out, with ``-dirty`` if files have changed.
+    """The commit that a wheel was built from or a clone has checked out, with ``-dirty`` if files have changed.
 
-    None if neither is known, as in files that were copied from a clone.
+    None if it is unknown, for instance in a copy of the files.
     """
     here = Path(__file__).parent
     built = here / "commit.txt"  # setup.py writes it into wheels
@@ -26,7 +26,7 @@ def commit() -> str | None:
 
 def full_version() -> str:
     """The version, with the commit in brackets if it is known."""
-    from specexport import __version__  # here, as setup.py runs this file when specexport cannot be imported
+    from specexport import __version__  # setup.py runs this file before specexport can be imported
 
     revision = commit()
     return __version__ if revision is None else f"{__version__} ({revision})"

@@ -71,12 +71,12 @@ def test_bench(
     shown = " ".join(capsys.readouterr().out.split())
     assert "completion" in shown
     assert "yes: 72 tokens" in shown
-    for more, reason in (
-        (["--methods", "medusa"], "method is 'medusa'; the bundle has draft_model, ngram"),
-        (["--prompts", "0"], "--prompts is 0; expected a whole number >= 1"),
-        (["-n", "500"], "do not fit this bundle's context of 512"),
+    for more, status, reason in (
+        (["--methods", "medusa"], 1, "method is 'medusa'; the bundle has draft_model, ngram"),
+        (["--prompts", "0"], 2, "--prompts is 0; expected a whole number >= 1"),
+        (["-n", "500"], 1, "do not fit this bundle's context of 512"),
     ):
-        assert main([*words, *more]) == 1
+        assert main([*words, *more]) == status
         assert reason in capsys.readouterr().err
 
 

@@ -32,7 +32,7 @@ def test_outputs_change_less_than_by_rounding_each_weight_alone() -> None:
     weight = torch.randn(OUTPUTS, DEPTH, generator=generator)
     weight[: OUTPUTS // 8, 32:64] = 0  # whole blocks, as in pruned models
     rounded = gptq("w", weight, InputFactor.of(x), 32)
-    alone = torch.from_numpy(fit_blocks(weight.T.numpy(), 0, 32, -8, 7, zero_points=True).restored(0)).T
+    alone = torch.from_numpy(fit_blocks(weight.T.numpy(), 0, 32, zero_points=True).restored(0)).T
 
     def error(other: torch.Tensor) -> float:
         return float((x @ (other - weight).T).square().sum())
@@ -122,5 +122,5 @@ def test_a_short_calibration_text_is_refused_before_the_model_is_loaded(
     target = make_checkpoint(tmp_path / "target", "llama", **WIDE)
     monkeypatch.setattr("specexport.exporter.target.load_checkpoint", lambda _: pytest.fail("loaded"))
     (tmp_path / "short.txt").write_text("one word", encoding="utf-8")
-    with pytest.raises(BuildError, match=r"short\.txt: \d+ tokens of calibration data; expected some thousand"):
+    with pytest.raises(BuildError, match=r"short\.txt: \d+ tokens of calibration data; expected at least \d+"):
         build(BuildOptions(str(target), tmp_path / "bundle", precision="int4", calibration_data=tmp_path / "short.txt"))

@@ -229,5 +229,5 @@ def test_building(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[s
     assert "tokens and embeddings of 64 numbers" in capsys.readouterr().out
     with pytest.raises(BuildError, match="inputs_embeds was given with backend tensorrt"):
         BuildOptions("model", Path("out"), inputs_embeds=True, backend="tensorrt")
-    with pytest.raises(BuildError, match="was built with --inputs-embeds, and engines read only tokens"):
+    with pytest.raises(BuildError, match="was built with --inputs-embeds, but engines only read tokens"):
         compile_bundle(folder, CompileOptions("tensorrt-rtx"))

@@ -49,12 +49,12 @@ def test_stages_of_speech_recognition_and_their_counters(tmp_path: Path, capsys:
         worst = float(heard.entropies.max())
 
         taken = run(relaxed(0.2, worst + 0.01))
-        assert (taken.text, taken.as_it_is, taken.passes, taken.steps, taken.decoded) == (heard.text, True, 0, 0, 0)
-        assert not run(relaxed(0.2, worst)).as_it_is
+        assert (taken.text, taken.unchanged, taken.passes, taken.steps, taken.decoded) == (heard.text, True, 0, 0, 0)
+        assert not run(relaxed(0.2, worst)).unchanged
 
         kept = run(relaxed(0.0))
         assert list(kept.token_ids[:32]) == draft[:32]
-        assert (kept.draft, kept.as_it_is) == (len(draft), False)
+        assert (kept.draft, kept.unchanged) == (len(draft), False)
 
         prompt = EmbedsPrompt([speech.BEFORE, heard.embeds, speech.AFTER])
         plain = engine.generate(prompt, GREEDY, PLAIN).token_ids
@@ -98,7 +98,7 @@ def test_stages_of_speech_recognition_and_their_counters(tmp_path: Path, capsys:
     capsys.readouterr()
     speech.main(["run", str(tmp_path), str(file), "--threads", "1", "-n", "16"])
     printed = capsys.readouterr().out
-    assert "stage 1  not sure enough" in printed
+    assert "stage 1  too uncertain" in printed
     assert "stage 3" in printed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -27,6 +28,7 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter import compose, trace
 from specexport.exporter.checkpoints import parity as check
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import Storage
 from specexport.exporter.passes import onnxruntime_cuda
@@ -656,3 +658,13 @@ def test_rotary_frequencies_that_change_with_length_hold_up_to_the_declared_one(
     if kind == "longrope":
         text = random_text(64, 0)
         assert not math.isclose(family.logits(text)[47, 0], family.logits(text[:48])[47, 0], abs_tol=1e-3)
+        # As the first Phi-3 models spell it.
+        document = json.loads((tmp_path / "config.json").read_text())
+        scaling = document.pop("rope_parameters")
+        for name in ("rope_type", "original_max_position_embeddings"):
+            del scaling[name]
+        (tmp_path / "config.json").write_text(json.dumps(document | {"rope_scaling": scaling | {"type": "su"}}))
+        assert load_tokenizer(tmp_path).tokenizer.get_vocab_size() > 0
+        early = load_checkpoint(str(tmp_path))
+        assert early.max_positions == positions
+        torch.testing.assert_close(early.model.model.rotary_emb.inv_freq, loaded.model.model.rotary_emb.inv_freq)

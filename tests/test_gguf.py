@@ -287,9 +287,13 @@ _LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_fac
         ("gemma2", {"query_pre_attn_scalar": 256}, {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}),
         ("gemma3", {"query_pre_attn_scalar": 16, "num_hidden_layers": 62, "sliding_window": 8,
                     "layer_types": [("full" if at % 6 == 5 else "sliding") + "_attention" for at in range(62)]}, {}),
+        ("gemma3", {"query_pre_attn_scalar": 256, "num_hidden_layers": 6, "sliding_window": 8,
+                    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+                    "rope_parameters": {"sliding_attention": _THETA, "full_attention": _THETA | {"rope_theta": 1e6}}},
+         {"rope.freq_base_swa": 300000.0, "rope.freq_base": 1e6}),
         ("llama", {"rope_parameters": _THETA | {"rope_type": "linear", "factor": 4.0}}, {"rope.scale_linear": 4.0}),
     ],
-    ids=["window", "long", "starcoder2", "part", "caps", "27B", "old"],
+    ids=["window", "long", "starcoder2", "part", "caps", "27B", "bases", "old"],
 )  # fmt: skip
 def test_attention_is_that_of_the_file(
     tmp_path: Path, family: str, config: dict[str, Any], metadata: dict[str, Any]

@@ -369,7 +369,7 @@ def test_verify_covers_look_ups(bundle: Callable[[str], Path]) -> None:
 def test_a_method_is_built_once() -> None:
     from specexport.exporter.options import BuildOptions
 
-    with pytest.raises(BuildError, match="method 'ngram' was asked for twice"):
+    with pytest.raises(BuildError, match="method 'ngram' was given twice"):
         BuildOptions("x", Path("y"), ["ngram", {"method": "ngram", "prompt_lookup_max": 3}])
 
 
@@ -464,7 +464,7 @@ def test_it_is_measured_when_it_is_first_opened(
 def test_inspect_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(folder)]) == 0
     shown = capsys.readouterr().out
-    assert ("looked up in the text, where that pays" in shown) == (not read_manifest(folder).methods)
+    assert ("text is looked up where that pays" in shown) == (not read_manifest(folder).methods)
 
 
 def test_the_server_lists_every_method(folder: Path, bundle: Callable[[str], Path]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from specexport import LLM, AsyncEngine
 from specexport.cli import parser
-from specexport.commands.flags import add_flags, from_flags
+from specexport.commands.flags import UsageError, add_flags, from_flags
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.options import Options, option, options
 from specexport.exporter.options import BuildOptions, BuildSettings
@@ -112,7 +112,7 @@ def test_errors_of_the_command_line_name_the_flag() -> None:
         (["--size", "20"], "--size is 20; expected one of 18, 24"),
         (["--heights", "0"], "--heights is .0,.; expected a list"),
     ):
-        with pytest.raises(BuildError, match=message):
+        with pytest.raises(UsageError, match=message):
             flags("x", *words)
 
 

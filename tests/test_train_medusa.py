@@ -70,16 +70,16 @@ def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
 ) -> None:
     work = tmp_path / "kept"
     train_medusa(options(work=work), silent)
-    with pytest.raises(TrainError, match=r"kept: .* with lr 0\.001, and this one has 0\.002.*--work"):
+    with pytest.raises(TrainError, match=r"kept: .* with lr 0\.001, not 0\.002.*--work"):
         train_medusa(options(output=tmp_path / "second", work=work, lr=2e-3), silent)
     checkpoint = work / "heads.pt"
     whole = torch.load(checkpoint, weights_only=True)
     whole["parameters"]["0.0.linear.bias"] = torch.zeros(3)
     for content, expected in (
-        (pickle.dumps(print, protocol=2), r"heads\.pt: not a file this training wrote .*delete it"),
-        (checkpoint.read_bytes()[:1000], r"heads\.pt: not a file this training wrote"),
+        (pickle.dumps(print, protocol=2), r"heads\.pt: no checkpoint of a training .*delete it"),
+        (checkpoint.read_bytes()[:1000], r"heads\.pt: no checkpoint of a training"),
         (whole, r"heads\.pt: '0\.0\.linear\.bias' is \[3\], expected \[64\]"),
-        ({**whole, "step": 999}, r"heads\.pt: 6 parameters after 999 steps; expected 6 and at most 6"),
+        ({**whole, "step": 999}, r"heads\.pt: 6 parameters after 999 steps; expected 6, and at most 6"),
         ({**whole, "optimizers": "x"}, r"heads\.pt: optimizers is str, expected list"),
     ):
         if isinstance(content, bytes):
@@ -92,7 +92,7 @@ def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
     stranger = tmp_path / "stranger"
     stranger.mkdir()
     (stranger / "thesis.txt").write_text("mine", encoding="utf-8")
-    with pytest.raises(TrainError, match="stranger: exists, and is not of a training"):
+    with pytest.raises(TrainError, match="stranger: exists and is no work folder"):
         train_medusa(options(output=tmp_path / "second", work=stranger), silent)
 
 

@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from specexport.cli import main
-from specexport.contract.errors import SpecExportError
+from specexport.contract.errors import BuildError, SpecExportError
+from specexport.contract.folders import write_lock
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.methods.dflash.export import read_dflash
@@ -71,6 +72,16 @@ def test_options_out_of_range_are_refused_by_name(
     assert not (tmp_path / "out.work").exists()  # which would hold the wrong options against the right ones
 
 
+def test_a_work_folder_is_for_one_training_at_a_time(target: Path, tmp_path: Path) -> None:
+    options = training_options("medusa", target, tmp_path)
+    with (
+        write_lock(tmp_path / "out.work"),
+        pytest.raises(BuildError, match=r"process \d+ is writing .*out\.work"),
+    ):
+        TRAININGS["medusa"].train(options, silent)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("method", "flags", "drafted", "precision"),
     [
@@ -92,7 +103,7 @@ def test_trained_folders_are_built(
     words = ["train", method.replace("_", "-"), "--target", str(target), "--data", str(data), "-o", str(trained)]
     assert main([*words, "--seq-len", "32", "--steps", "3", *flags.split()]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"{drafted} drafted tokens; share of held-out tokens" in shown
+    assert f"accuracy of {drafted} draft tokens on held-out texts" in shown
     assert f"a chain of {drafted} would commit" in shown
     methods = ({"method": method, "model": str(trained)},)
     bundle = tmp_path / "bundle"

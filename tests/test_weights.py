@@ -72,7 +72,7 @@ def test_blocks_are_rounded_with_the_scale_of_least_error(
     """Never worse than the scale of the largest weight, and better by as much as that costs."""
     matrix = (np.random.default_rng(seed).standard_normal((128, 64)) * scale).astype(np.float32)
     matrix[:64, :16] = 0.0
-    blocks = fit_blocks(matrix, axis, block, -8 if zero_points else -7, 7, zero_points=zero_points)
+    blocks = fit_blocks(matrix, axis, block, zero_points=zero_points)
     assert (blocks.zero is not None) == zero_points
     assert blocks.scale.shape == (128 // block, 64) if axis == 0 else (128, 64 // block)
     restored, plain = blocks.restored(axis), quantize_blocks(matrix, axis, block, 7).restored(axis)
@@ -192,7 +192,7 @@ def test_experts_are_dequantized_exactly(tmp_path: Path, precision: str, restore
         restore_tables(model, lambda name, dtype, array: ir.tensor(array, dtype, name=name))
         assert [node.op_type for node in model.graph] == ["Cast", "Gather", "Reshape", "Identity"]
     ir.save(model, tmp_path / "model.onnx")
-    fitted = fit_blocks(experts, 1, 32, -7, 7, zero_points=False)
+    fitted = fit_blocks(experts, 1, 32, zero_points=False)
     expected = (quantize_blocks(experts, 1, 32, 127) if precision == "int8" else fitted).restored(1)
     outputs = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": np.array([3, 0])})[0]
     assert np.array_equal(outputs, (expected.astype(np.float16).astype(np.float32) if restored else expected)[[3, 0]])

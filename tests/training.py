@@ -203,7 +203,7 @@ def train_whole_and_parted(
     lines: list[str] = []
     train(parted, lines.append)
     stage, _, step = stopped_at.partition(": step ")
-    assert f"{stage}: going on from step {(int(step) - 1) // SAVE_EVERY * SAVE_EVERY}" in lines
+    assert f"{stage}: resuming from step {(int(step) - 1) // SAVE_EVERY * SAVE_EVERY}" in lines
     weights = sorted(path.name for path in parted.output.glob("*.safetensors"))
     assert weights
     for name in weights:

@@ -1,8 +1,8 @@
 """Reads training text from files into windows of tokens, with a mask of the tokens to learn.
 
-A text file is one document. JSON Lines and JSON files hold objects with ``text``, with ``conversations`` (ShareGPT) or
-with ``messages`` (role and content); chats are rendered with the tokenizer's template, and only the assistant's
-messages are learned.
+A text file is one document. JSON and JSON Lines files hold objects with ``text``, ``conversations`` (ShareGPT) or
+``messages`` (role and content). Chats are rendered with the tokenizer's template, and only the assistant's messages are
+learned.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROLES = {
 
 
 def seeded(seed: int, number: int) -> torch.Generator:
-    """A random generator for one of a run's draws; numbers differ within a run, and seeds between runs."""
+    """The random generator for draw ``number`` of a run."""
     return torch.Generator().manual_seed(seed * 1_000_003 + number)
 
 
@@ -41,9 +41,9 @@ class Windows:
     """Windows of L tokens.
 
     Attributes:
-        ids: int64 ``[N,L]`` as batches, int32 as data.
-        learn: bool ``[N,L]``, whether a token is to be learned.
-        document: int32 ``[N,L]``, each token's document.
+        ids: tokens ``[N,L]``, int64 in batches and int32 in data sets.
+        learn: mask of the tokens to learn, bool ``[N,L]``.
+        document: number of each token's document, int32 ``[N,L]``.
     """
 
     ids: torch.Tensor
@@ -61,7 +61,7 @@ class Windows:
         return Windows(self.ids.to(device), self.learn.to(device), self.document.to(device))
 
     def learnt_from(self, ahead: int) -> torch.Tensor:
-        """Where the token ``ahead`` positions later is to be learned and in the same document, bool ``[N,L]``."""
+        """Mask of positions whose token ``ahead`` later is to be learned and in the same document, bool ``[N,L]``."""
         learnt = torch.zeros_like(self.learn)
         if ahead < self.learn.shape[1]:
             same = self.document[:, ahead:] == self.document[:, :-ahead]
@@ -71,8 +71,8 @@ class Windows:
     def order(self, step: int, size: int, seed: int) -> torch.Tensor:
         """Indices of the windows of batch ``step``, int64 ``[size]``.
 
-        Each epoch is a permutation that depends on the seed and the epoch's number, and batches follow each other
-        across epochs without gaps. A batch does not depend on earlier ones.
+        Each epoch is a permutation that depends on the seed and the number of the epoch, and batches cross epochs
+        without gaps. Batches can be drawn in any order.
         """
         parts: list[torch.Tensor] = []
         position, missing = step * size, size
@@ -95,15 +95,15 @@ class Windows:
         return torch.split(torch.arange(len(self)), size)
 
     def hold_out(self, share: float) -> tuple[Windows, Windows]:
-        """Splits off the last windows, but at least one, for evaluation.
+        """Splits off the last windows, at least one, for evaluation.
 
         Raises:
-            TrainError: there are fewer than two.
+            TrainError: there are fewer than two windows.
         """
         if len(self) < 2:
             raise TrainError(
-                f"the data fill {len(self)} window of {self.ids.shape[1]} tokens; expected at least 2, one of them to "
-                "hold out. Give more --data, a shorter --seq-len, or a file of its own as --held-out"
+                f"the data fill {len(self)} window of {self.ids.shape[1]} tokens; expected at least 2, of which one is "
+                "held out. Give more --data, a shorter --seq-len, or a separate file as --held-out"
             )
         cut = min(len(self) - 1, max(1, round(len(self) * (1 - share))))
         first = torch.arange(len(self)) < cut
@@ -123,8 +123,8 @@ class Windows:
         usable = possible.any(dim=1).nonzero()[:, 0]
         if not len(usable):
             raise TrainError(
-                f"no window of {self.ids.shape[1]} tokens has a token to learn after its first {length}; expected one "
-                "to cut a prompt before. Pass a smaller --prompt-len or a longer --seq-len"
+                f"no window of {self.ids.shape[1]} tokens has a token to learn after its first {length} tokens, the "
+                "prompt. Pass a smaller --prompt-len or a longer --seq-len"
             )
         chosen = usable[torch.randint(len(usable), (count,), generator=generator)]
         ends = torch.multinomial(possible[chosen].float(), 1, generator=generator)
@@ -132,26 +132,22 @@ class Windows:
 
 
 def sampled_windows(ids: torch.Tensor, prompt: int, ends: Sequence[int]) -> Windows:
-    """A model's texts, int64 ``[N,L]``, as windows.
-
-    Tokens after the first ``prompt`` ones are to be learned, up to the first that ends a text.
-    """
+    """Windows of sampled texts, int64 ``[N,L]``; the tokens to learn follow the prompt, up to the first end token."""
     over = torch.isin(ids[:, prompt:], torch.tensor(list(ends), dtype=ids.dtype)).long().cumsum(dim=1)
     learn = torch.zeros(ids.shape, dtype=torch.bool)
-    # The end token itself is learned, as the model generated it.
+    # The end token is learned too, as the model generated it.
     learn[:, prompt] = True
     learn[:, prompt + 1 :] = over[:, :-1] == 0
     return Windows(ids.to(torch.int32), learn, torch.zeros(ids.shape, dtype=torch.int32))
 
 
 def read_windows(files: Sequence[Path], tokenizer: Any, *, seq_len: int, seed: int) -> Windows:
-    """Reads files, shuffles their documents and packs them into windows of L = ``seq_len`` tokens.
+    """Reads files, shuffles their documents and packs them into windows of ``seq_len`` tokens.
 
     The last window is padded with tokens that are not learned; windows without tokens to learn are dropped.
 
     Raises:
-        TrainError: a file is missing, too large or malformed, or has nothing to learn; names the file and, if there is
-            one, the line.
+        TrainError: a file is missing, too large or malformed, or has nothing to learn; names the file and the line.
     """
     encode = _Encoder(tokenizer)
     documents: list[_Encoded] = []
@@ -206,7 +202,7 @@ _Chat = list[dict[str, str]]
 
 
 def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
-    """The documents of a file, each with its name for error messages."""
+    """Yields the documents of a file, each after its place in the file, for error messages."""
     if not path.is_file():
         raise TrainError(f"{path}: no such file; expected text, .jsonl or .json")
     lines = path.suffix.lower() in (".jsonl", ".ndjson")
@@ -217,7 +213,7 @@ def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
                 if len(line) > MAX_LINE:
                     raise TrainError(
-                        f"{path}:{number}: a line of more than {MAX_LINE} bytes; expected one object a line"
+                        f"{path}:{number}: a line of more than {MAX_LINE} bytes; expected one object per line"
                     )
                 if line.strip():
                     yield from _row(line, f"{path}:{number}")
@@ -260,7 +256,7 @@ def _row(raw: bytes, where: str) -> Iterator[tuple[str, str | _Chat]]:
         role = _ROLES.get(turn.role.lower())
         if role is None:
             raise TrainError(f"{where}: turn {number} is by {turn.role!r}; expected one of {', '.join(_ROLES)}")
-        # ShareGPT's split conversations may begin with an answer, which templates refuse.
+        # Conversations that ShareGPT split may begin with an answer, which templates refuse.
         if role != "assistant" or any(message["role"] == "user" for message in chat):
             chat.append({"role": role, "content": turn.content})
     if any(turn["role"] == "assistant" for turn in chat):
@@ -278,7 +274,7 @@ class _Encoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # A copy without the truncation of a tokenizer.json, which would cut documents short, and without padding.
+        # A copy without truncation and padding, which a tokenizer.json may ask for.
         self._fast = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._fast.no_truncation()
         self._fast.no_padding()
@@ -296,12 +292,12 @@ class _Encoder:
             yield _Encoded(torch.tensor(ids, dtype=torch.int32), torch.ones(len(ids), dtype=torch.bool))
 
     def chat(self, chat: _Chat, where: str) -> Iterator[_Encoded]:
-        """One document, or one for each answer if the template renders earlier answers differently from the last."""
+        """Encodes a chat as one document, or as one per answer if the template renders earlier answers differently."""
         if self._template is None:
             raise TrainError(
                 f"{where}: a chat, and the tokenizer has no chat template; expected text, or a model made for chats"
             )
-        # A template may mark the assistant's messages itself.
+        # Some templates mark the assistant's messages.
         if "endgeneration" in self._template:
             rendered = self._applied(chat, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             yield _Encoded(
@@ -315,9 +311,9 @@ class _Encoder:
         for n in answers:
             if not until[n].startswith(prompts[n]):
                 raise TrainError(
-                    f"{where}: turn {n}: the chat template renders an answer in another way than the prompt for one "
-                    f"ends ({_difference(prompts[n], until[n])}), so the assistant's part is ambiguous. Mark it "
-                    "in the template with {% generation %} … {% endgeneration %}, or render the chats to text yourself"
+                    f"{where}: turn {n}: the chat template renders the prompt differently once the answer follows "
+                    f"({_difference(prompts[n], until[n])}), so the assistant's part is ambiguous. Mark it in the "
+                    "template with {% generation %} … {% endgeneration %}, or render the chats to text yourself"
                 )
         last = until[answers[-1]]
         if all(last.startswith(until[n]) for n in answers):
@@ -343,6 +339,6 @@ class _Encoder:
 
 
 def _difference(prompt: str, answered: str) -> str:
-    """Shows where two texts begin to differ, for error messages."""
+    """The texts from where they begin to differ, for error messages."""
     at = next((n for n, (a, b) in enumerate(zip(prompt, answered, strict=False)) if a != b), len(answered))
     return f"{prompt[at : at + 20]!r} against {answered[at : at + 20]!r}"

@@ -1,6 +1,4 @@
-"""Distillation (DistillSpec, Zhou et al., arXiv 2310.08461): divergences between draft and target, sampling of texts,
-and acceptance lengths.
-"""
+"""Distillation (DistillSpec, Zhou et al., arXiv 2310.08461): divergences, sampled texts, acceptance lengths."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ from specexport.training.loop import load_tensors, progress_bar, save_tensors
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torch.Tensor:
-    """Mean divergence of the next-token distributions, from logits ``[positions,V]`` of either model.
+    """Mean divergence of next-token distributions, given the logits ``[positions,V]`` of both models.
 
-    The four kinds are those of DistillSpec (arXiv 2310.08461, section 3): with the teacher's p and the student's q,
-    forward_kl is KL(p||q), reverse_kl is KL(q||p), jsd is the mean of both models' divergences from (p + q) / 2, and
-    tvd is half the sum of |p - q|, the probability that speculative sampling rejects a token.
+    The kinds are DistillSpec's (arXiv 2310.08461, section 3): with the teacher's p and the student's q, forward_kl is
+    KL(p||q), reverse_kl is KL(q||p), jsd is the mean divergence of p and q from (p + q) / 2, and tvd is half the sum of
+    |p - q|, the probability that speculative sampling rejects a token.
     """
 
     def kl(log_x: torch.Tensor, log_y: torch.Tensor) -> torch.Tensor:
@@ -52,16 +50,16 @@ def distillation_loss(
     learnt: torch.Tensor,
     bf16: bool,
 ) -> torch.Tensor:
-    """Divergence over the last ``keep`` predicted positions of texts, int64 ``[B,L+1]``.
+    """Divergence over the last ``keep`` predicted positions of texts ``ids``, int64 ``[B,L+1]``.
 
-    ``learnt``, bool ``[B,keep]``, selects the positions that count. The teacher gets no gradients.
+    Only positions where ``learnt``, bool ``[B,keep]``, is true count. The teacher gets no gradients.
     """
     with torch.no_grad():
         teacher_logits = teacher(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
         logits = draft(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=keep).logits
     if logits.shape[-1] != teacher_logits.shape[-1]:
-        # Models with the same tokenizer may pad their vocabularies differently; all tokens are in the smaller one.
+        # Models with the same tokenizer may pad their vocabularies differently; the smaller one has all tokens.
         common = min(logits.shape[-1], teacher_logits.shape[-1])
         logits, teacher_logits = logits[..., :common], teacher_logits[..., :common]
     return divergence(logits[learnt], teacher_logits[learnt], kind)
@@ -71,7 +69,7 @@ def distillation_loss(
 def inherit_embedding(draft: Any, target: Any) -> None:
     """Initializes the draft's embedding, ``[V,H]``, with the leading singular directions of the target's.
 
-    Among embeddings of its width, it best preserves the target's dot products of tokens (Eckart and Young, 1936).
+    No embedding of its width preserves the dot products of the target's tokens better (Eckart and Young, 1936).
     """
     left, scale, _ = torch.linalg.svd(target.get_input_embeddings().weight.float(), full_matrices=False)
     width = draft.config.hidden_size
@@ -82,10 +80,10 @@ def inherit_embedding(draft: Any, target: Any) -> None:
 def continue_text(
     model: Any, prompts: torch.Tensor, new_tokens: int, temperatures: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """Continues prompts, int64 ``[B,P]``, each at its own temperature ``[B]``: ``[B,P+new_tokens]``.
+    """Continues prompts, int64 ``[B,P]``, at temperatures ``[B]``; returns int64 ``[B,P+new_tokens]``.
 
-    A token is the argmax of logits + temperature * Gumbel noise, which samples from softmax(logits / temperature) and
-    is greedy at temperature 0. Texts continue after an end-of-text token, as in packed training text.
+    Each token is the argmax of logits + temperature * Gumbel noise, which samples from softmax(logits / temperature)
+    and is greedy at temperature 0. Texts continue after an end-of-text token, as in packed training text.
     """
     ids, inputs, cache = prompts, prompts, None
     for _ in range(new_tokens):
@@ -99,7 +97,7 @@ def continue_text(
 
 
 def mixed_temperatures(rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Temperatures of training texts, ``[rows]``: every other text is greedy, the rest are between 0.5 and 1."""
+    """Temperatures of training texts, ``[rows]``: 0 for every other text, between 0.5 and 1 for the rest."""
     temperatures = 0.5 + 0.5 * torch.rand(rows, generator=generator)
     temperatures[::2] = 0.0
     return temperatures
@@ -115,10 +113,10 @@ def sample_texts(
     work: Path,
     rows: int = 256,
 ) -> torch.Tensor:
-    """Continues ``count`` prompts with a model: int64 ``[count,P+new_tokens]``.
+    """Continues ``count`` prompts with a model; returns int64 ``[count,P+new_tokens]``.
 
-    ``cut(n)`` returns n prompts, int64 ``[n,P]``; finished batches are stored in ``work``, so that an interrupted run
-    can resume.
+    ``cut(n, generator)`` returns n prompts, int64 ``[n,P]``. Finished batches are stored in the folder ``work``, from
+    which an interrupted run resumes.
     """
     device = next(model.parameters()).device
     batches = []
@@ -134,7 +132,7 @@ def sample_texts(
                 save_tensors(path, {"ids": continue_text(model, prompts, new_tokens, temperatures, generator).cpu()})
             ids = load_tensors(path).get("ids")
             if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.ndim != 2:
-                raise TrainError(f"{path}: holds no tokens [texts,length]; delete it to sample it again")
+                raise TrainError(f"{path}: holds no tokens [texts,length]; delete it to sample again")
             batches.append(ids)
             bar.update(len(batches[-1]))
     return torch.cat(batches)
@@ -144,13 +142,13 @@ def sample_texts(
 def accepted_positions(
     target: Any, draft: Any, trajectories: torch.Tensor, prompt: int, temperature: float, seed: int
 ) -> torch.Tensor:
-    """Whether each token after ``prompt`` of the target's trajectories was an accepted draft token: bool ``[N,new]``.
+    """Mask of the tokens in the target's trajectories that were accepted draft tokens, bool ``[N,new]``.
 
     Trajectories are int64 ``[N,prompt+new]``; temperature 0 is greedy.
 
     Speculative sampling (Leviathan et al., arXiv 2211.17192) emits a token x with probability p(x), and as an accepted
-    draft token with probability min(p(x), q(x)). Given that the target emitted x, it was thus accepted with probability
-    min(1, q(x) / p(x)). In greedy decoding, it was accepted if it is the draft's argmax.
+    draft token with probability min(p(x), q(x)). An emitted x was thus accepted with probability min(1, q(x) / p(x)).
+    Greedy decoding accepts the draft's argmax.
     """
     new = trajectories.shape[1] - prompt
     tokens = trajectories[:, prompt:, None]
@@ -169,9 +167,9 @@ def accepted_positions(
 
 
 def acceptance_length(accepted: torch.Tensor, draft_tokens: int) -> float:
-    """Mean tokens per step, including the target's own, with ``draft_tokens`` draft tokens, over bool ``[N,new]``.
+    """Mean number of tokens per step with ``draft_tokens`` draft tokens, the target's own token included.
 
-    Blocks cut short by the end of a row do not count.
+    ``accepted`` is the mask of :func:`accepted_positions`. Steps cut short by the end of a row do not count.
     """
     tokens = steps = 0
     for row in accepted.tolist():

@@ -17,7 +17,7 @@ from specexport.contract.folders import writing
 from specexport.training.options import LEARNING_RATES, Optimizer
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""A scalar to minimize, and named figures to show, each a vector, such as one number per head."""
+"""A scalar to minimize, and figures to show by name, each a vector, such as a number per head."""
 Log = Callable[[str], None]
 """Receives lines about the progress of a training."""
 _HINT = "delete it to train from the start"
@@ -31,12 +31,12 @@ def progress_bar(name: str, total: int, done: int = 0) -> tqdm[NoReturn]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The factor of the learning rates: a linear warm-up, then a cosine to zero, or a constant with a linear decay.
+    """The factor of the learning rates: a linear warm-up, then a cosine to zero or a constant with a linear decay.
 
     With a constant rate, long and short runs take the same first steps (Hägele et al., arXiv 2405.18392).
 
     Attributes:
-        decay: share of the steps, at the end, in which a constant rate decays to zero; None for the cosine.
+        decay: share of the steps at the end over which a constant rate decays to zero; None for the cosine.
     """
 
     steps: int
@@ -53,7 +53,7 @@ class Schedule:
 
 
 def adamw(groups: Sequence[tuple[Sequence[torch.nn.Parameter], float]]) -> torch.optim.Optimizer:
-    """AdamW without weight decay, over groups of parameters, each with a learning rate."""
+    """AdamW without weight decay, over groups of parameters with their learning rates."""
     return torch.optim.AdamW(
         [{"params": list(parameters), "lr": rate} for parameters, rate in groups], betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -62,10 +62,10 @@ def adamw(groups: Sequence[tuple[Sequence[torch.nn.Parameter], float]]) -> torch
 def optimizers(
     name: Optimizer, parameters: Collection[torch.nn.Parameter], outer: Iterable[torch.nn.Module], rate: float | None
 ) -> list[torch.optim.Optimizer]:
-    """AdamW; or Muon for matrices, and AdamW for norms, biases and the ``outer`` modules (embedding and head).
+    """AdamW; or Muon for matrices, with AdamW for norms, biases and the ``outer`` modules (embedding and head).
 
-    A rate of None is the optimizer's default. Muon's rates are those of AdamW: an update's root mean square is 0.2 (Liu
-    et al., arXiv 2502.16982, section 2.2).
+    A rate of None is the optimizer's default. Muon's updates have a root mean square of 0.2, so that it takes AdamW's
+    rates (Liu et al., arXiv 2502.16982, section 2.2).
     """
     rate = rate or LEARNING_RATES[name]
     if name == "adamw":
@@ -83,8 +83,8 @@ class Trained:
     """The course of a training.
 
     Attributes:
-        seconds: spent in all runs.
-        history: for each checkpoint the step, the running loss and figures, and the result of ``evaluate``.
+        seconds: time spent in all runs.
+        history: the step, the running loss and figures, and the result of ``evaluate``, for each checkpoint.
     """
 
     seconds: float
@@ -106,20 +106,20 @@ def train(
 ) -> Trained:
     """Trains until the schedule ends, resuming from ``checkpoint`` if it exists.
 
-    ``loss_at(batch)`` must depend only on the parameters and the batch's number. A resumed run then equals an
-    uninterrupted one: bit for bit on a CPU, with the same number of threads.
+    ``loss_at(number)`` must depend on nothing but the parameters and the number of the batch. A resumed run then equals
+    an uninterrupted run: bit for bit on a CPU, with the same number of threads.
 
     Args:
-        name: to show.
+        name: the training's name in the log.
         parameters: the parameters to train, by name; gradients are clipped to a total norm of 1.
-        optimizers: over the same parameters.
+        optimizers: optimizers of these parameters.
         schedule: factor of the optimizers' learning rates.
-        loss_at: the loss of a batch; a step takes ``accumulate`` batches.
-        checkpoint: the file, which is replaced atomically.
+        loss_at: returns the loss of a batch.
+        checkpoint: the checkpoint's file, which is replaced atomically.
         log: receives a line at each checkpoint.
         evaluate: returns the end of that line.
-        every: steps between checkpoints.
-        accumulate: batches per step.
+        every: number of steps between checkpoints.
+        accumulate: number of batches per step.
 
     Raises:
         TrainError: the checkpoint is malformed or belongs to another training, or the loss is no longer finite.
@@ -129,9 +129,9 @@ def train(
     state: dict[str, Any] = {"step": 0, "seconds": 0.0, "running": {}, "history": []}
     if checkpoint.exists():
         state = _restore(checkpoint, parameters, optimizers, schedule)
-        # Loading replaced the optimizers' groups.
+        # Loading replaces the groups of optimizers.
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        log(f"{name}: going on from step {state['step']}")
+        log(f"{name}: resuming from step {state['step']}")
     step, running, history = state["step"], state["running"], state["history"]
     every = every or max(10, min(50, schedule.steps // 10))
     began = time.monotonic() - state["seconds"]
@@ -177,7 +177,7 @@ def train(
 
 
 def _words(running: Mapping[str, Sequence[float]]) -> str:
-    """The figures in one line."""
+    """Formats figures in one line."""
     return " ".join(
         f"{figure} {values[0]:.3f}" if len(values) == 1 else f"{figure} " + " ".join(f"{x:.2f}" for x in values)
         for figure, values in running.items()
@@ -199,8 +199,8 @@ def _restore(
     stored = state["parameters"]
     if not 0 <= state["step"] <= schedule.steps or list(stored) != list(parameters):
         raise TrainError(
-            f"{path}: {len(stored)} parameters after {state['step']} steps; expected {len(parameters)} and at most "
-            f"{schedule.steps}. It is of another training; {_HINT}"
+            f"{path}: {len(stored)} parameters after {state['step']} steps; expected {len(parameters)}, and at most "
+            f"{schedule.steps} steps. It belongs to another training; {_HINT}"
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -212,7 +212,7 @@ def _restore(
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
     except (ValueError, KeyError, TypeError) as error:
-        raise TrainError(f"{path}: its optimizers are of another training ({error}); {_HINT}") from error
+        raise TrainError(f"{path}: its optimizers belong to another training ({error}); {_HINT}") from error
     return state
 
 
@@ -220,7 +220,7 @@ def save_tensors(path: Path, state: dict[str, Any]) -> None:
     """Writes tensors and numbers to a file, atomically."""
     partial = path.with_suffix(".tmp")
     try:
-        # Given a path, torch would report a full disk as a stream failure.
+        # Given a path, torch reports a full disk as a failure of a stream.
         with writing(path), partial.open("wb") as file:
             torch.save(state, file)
         partial.replace(path)
@@ -229,16 +229,16 @@ def save_tensors(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
-    """Reads a file of :func:`save_tensors`; no code in it runs.
+    """Reads a file of :func:`save_tensors`, without running code in it.
 
     Raises:
-        TrainError: it cannot be read.
+        TrainError: the file cannot be read.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle and zip errors of many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise TrainError(f"{path}: not a file this training wrote ({reason}); {_HINT}") from error
+        raise TrainError(f"{path}: no checkpoint of a training ({reason}); {_HINT}") from error
     if not isinstance(state, dict):
         raise TrainError(f"{path}: holds {type(state).__name__}, expected a dictionary; {_HINT}")
     return state

@@ -1,4 +1,4 @@
-"""Options of trainings, which are flags of ``specexport train``. Imports no torch, so that ``--help`` needs none."""
+"""Options of trainings, the flags of ``specexport train``. Imports no torch, so that ``--help`` needs none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
 import msgspec
 
 from specexport.contract.errors import TrainError
-from specexport.contract.options import Options, option, options
+from specexport.contract.options import Options, dashed, option, options
 
 if TYPE_CHECKING:
     from specexport.tables import Table
@@ -19,37 +19,37 @@ if TYPE_CHECKING:
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
 Optimizer = Literal["adamw", "muon"]
 LEARNING_RATES: dict[Optimizer, float] = {"adamw": 3e-4, "muon": 4e-3}
-"""A draft's default learning rate by optimizer."""
+"""Default learning rates of drafts by optimizer."""
 _MIN_CONTINUATION = 8
-"""Fewest tokens of a continuation."""
+"""Minimum number of tokens of a continuation."""
 _data, training_option, draft_option, ahead_option = (
     partial(option, group=group) for group in ("data", "training", "draft", "heads or stages")
 )
 
 
 class RunOptions(Options, frozen=True, kw_only=True):
-    """Options of every training. ``fixed``: a resumed training must have the same value.
+    """Options of every training. A resumed training must have the same values, but for options with ``fixed=False``.
 
     Attributes:
         target: Hugging Face folder or hub id.
-        data: text files; .jsonl or .json with text, conversations (ShareGPT) or messages: of chats only the assistant's
-            turns are learned.
+        data: text files, or .jsonl or .json with text, conversations (ShareGPT) or messages; only the assistant's turns
+            of chats are learned.
         output: folder to write.
         overwrite: replace an existing output.
-        seq_len: tokens a window (default: 512).
-        held_out: share of the data, or a file, used only to evaluate.
-        prompt_len: tokens of a prompt to continue (default: a quarter of --seq-len).
-        sample_batch: texts sampled at once.
-        epochs: times through the data.
-        steps: steps of the optimizer, instead of --epochs (default: as --epochs says).
-        batch_size: windows a batch.
-        accumulate: batches a step.
-        lr: highest learning rate.
+        seq_len: tokens per window (default: 512).
+        held_out: share of the data, or a file, that is used only for evaluation.
+        prompt_len: tokens per prompt of sampled texts (default: a quarter of --seq-len).
+        sample_batch: number of texts sampled at once.
+        epochs: number of passes over the data.
+        steps: number of optimizer steps, instead of --epochs (default: given by --epochs).
+        batch_size: windows per batch.
+        accumulate: batches per step.
+        lr: maximum learning rate.
         warmup: share of the steps in which the learning rate rises.
-        device: where to compute.
-        precision: type that products are computed in; auto: bf16 where it is fast.
+        device: device to train on.
+        precision: precision of matrix products; auto is bf16 where it is fast.
         seed: random seed.
-        work: folder for checkpoints, from which the same command resumes (default: DIR.work beside the output, removed
+        work: folder for checkpoints, from which the same command resumes (default: DIR.work beside the output, deleted
             at the end).
         save_every: steps between checkpoints (default: 10 to 50).
     """
@@ -79,10 +79,10 @@ class RunOptions(Options, frozen=True, kw_only=True):
         return TrainError(message)
 
     def check(self) -> None:
-        """Runs the checks that need no model.
+        """Checks the options as far as possible without the model.
 
         Raises:
-            TrainError: a file is missing, the output exists, or an option is out of range or would change nothing.
+            TrainError: a file is missing, the output exists, or an option is out of range or would have no effect.
         """
         if not self.data:
             raise TrainError("--data: no files; expected text, .jsonl or .json")
@@ -90,8 +90,8 @@ class RunOptions(Options, frozen=True, kw_only=True):
         files += [("--held-out", Path(self.held_out))] if self.held_out_share() is None else []
         for flag, path in files:
             if not path.is_file():
-                what = "is a folder" if path.is_dir() else "no such file"
-                raise TrainError(f"{flag}: {path}: {what}; expected a file of text, .jsonl or .json")
+                problem = "is a folder" if path.is_dir() else "no such file"
+                raise TrainError(f"{flag}: {path}: {problem}; expected a file of text, .jsonl or .json")
         if self.output.exists() and not self.overwrite:
             raise TrainError(f"{self.output}: exists already; choose another folder or pass --overwrite to replace it")
         for name, why in self.unused():
@@ -99,15 +99,15 @@ class RunOptions(Options, frozen=True, kw_only=True):
                 raise TrainError(f"{dashed(name)} was given {why}; leave it out")
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """The options that have no effect beside the others, each with the reason, after "was given"."""
+        """Yields options that the others leave without effect, and the reason: the end of "--option was given"."""
         if self.steps is not None:
             yield "epochs", "with --steps, which is used instead"
 
     def held_out_share(self) -> float | None:
-        """The share of the data to hold out; None if a file is.
+        """The share of the data to hold out; None if it is a file.
 
         Raises:
-            TrainError: it is out of range.
+            TrainError: the share is out of range.
         """
         try:
             share = float(self.held_out)
@@ -118,7 +118,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
         return share
 
     def settings(self) -> dict[str, Any]:
-        """The options that determine the result, except the data and models, which are identified by content."""
+        """The options that determine the result; data and models are identified by their content instead."""
         fixed = [name for name, declared in options(type(self)).items() if declared.about.get("fixed", True)]
         return {name: getattr(self, name) for name in fixed}
 
@@ -127,10 +127,10 @@ class RunOptions(Options, frozen=True, kw_only=True):
         return dict(msgspec.json.decode(msgspec.json.encode(self, enc_hook=str)))
 
     def lengths(self, longest: int) -> tuple[int, int]:
-        """The lengths of a window and of a prompt in tokens, for a model with ``longest`` positions.
+        """The numbers of tokens of a window and of a prompt, for a model with ``longest`` positions.
 
         Raises:
-            TrainError: the model, or the window, is too short.
+            TrainError: the model or the window is too short.
         """
         window = self.seq_len or min(512, longest)
         within("seq_len", window, 2 * _MIN_CONTINUATION, longest, "the model's max_position_embeddings")
@@ -147,8 +147,8 @@ class DraftRunOptions(RunOptions, frozen=True, kw_only=True):
     """Options of trainings of drafts.
 
     Attributes:
-        lr: highest learning rate (default: 3e-4 with adamw, 4e-3 with muon).
-        optimizer: muon serves a draft that starts from nothing.
+        lr: maximum learning rate (default: 3e-4 with adamw, 4e-3 with muon).
+        optimizer: muon suits drafts that are trained from scratch.
     """
 
     lr: Annotated[float | None, training_option("RATE", gt=0, le=1)] = None
@@ -159,12 +159,12 @@ class StatesDraftTraining(DraftRunOptions, frozen=True, kw_only=True):
     """Options of trainings of drafts that read the target's layer states: EAGLE-3 and DFlash.
 
     Attributes:
-        states: after how many of the target's layers the draft sees its residual stream (default: as published drafts,
-            EAGLE-3's after 2, L/2 and L - 3 of L, DFlash's one for each of its own layers, spread evenly).
-        self_distill: number of texts sampled from the target to learn, half of them greedy, instead of the data, which
-            give the prompts.
+        states: numbers of target layers after which the draft reads the residual stream (default: as in published
+            drafts, 2, L/2 and L - 3 of L layers for EAGLE-3, and evenly spread ones for DFlash).
+        self_distill: learn this many texts sampled from the target, half of them greedy, instead of the data, from
+            which their prompts are cut.
         intermediate_size: width of the draft's MLPs (default: the target's).
-        decay: drafted token i counts D**i in the loss.
+        decay: draft token i counts D**i in the loss.
     """
 
     states: Annotated[tuple[int, ...] | None, draft_option("N")] = None
@@ -181,12 +181,12 @@ class HiddenStateOptions(RunOptions, frozen=True, kw_only=True):
     """Options of trainings of heads and stages over a model's hidden states.
 
     Attributes:
-        lr: highest learning rate.
-        decay: head, or stage, i counts D**i in the loss.
-        cache_hidden: compute the model's hidden states once and keep them in the work folder, so that epochs run only
-            the heads.
-        self_distill: number of texts sampled from the model to learn, half of them greedy: heads learn them instead of
-            the data, which give the prompts, stages after the data.
+        lr: maximum learning rate.
+        decay: head or stage i counts D**i in the loss.
+        cache_hidden: compute the model's hidden states once and store them in the work folder; epochs then run only the
+            heads.
+        self_distill: learn this many texts sampled from the model, half of them greedy, whose prompts are cut from the
+            data; heads learn them instead of the data, stages after the data.
     """
 
     lr: Annotated[float, training_option("RATE", gt=0, le=1)] = 1e-3
@@ -200,10 +200,10 @@ class HiddenStateOptions(RunOptions, frozen=True, kw_only=True):
 
 
 def _unused_without_texts(texts: int) -> Iterator[tuple[str, str]]:
-    """Options of sampling, where no texts are sampled."""
+    """The options of sampling, if no texts are sampled."""
     if not texts:
         for name in ("prompt_len", "sample_batch"):
-            yield name, "without --self-distill, the only one to use it"
+            yield name, "without --self-distill, which alone uses it"
 
 
 O = TypeVar("O", bound=RunOptions)
@@ -212,18 +212,18 @@ Report = Iterator[Union["Table", str]]
 
 @dataclass(frozen=True)
 class Training:
-    """A method's command of ``specexport train``: ``TRAINING`` in its module ``spec``.
+    """A method's command of ``specexport train``: ``TRAINING`` in the method's module ``spec``.
 
-    Its module ``train`` has a function ``train_<command>``, which takes the options and a log, writes the output and
-    returns the record of ``training.json``. An interrupted run resumes from its last checkpoint when it is started
-    again with the same options. An option, data or a checkpoint that is invalid is a SpecExportError that names it.
+    The method's module ``train`` has a function ``train_<command>``, which takes the options and a log, writes the
+    output and returns the record of ``training.json``. Started again with the same options, it resumes an interrupted
+    run from the last checkpoint. It raises a SpecExportError that names an invalid option, file or checkpoint.
 
     Attributes:
         command: the word after ``specexport train``.
-        summary: for ``--help``.
-        options: its flags.
+        summary: text for ``--help``.
+        options: the command's flags.
         report: formats a record.
-        example: flags that an example needs besides ``--target``, ``--data`` and ``-o``.
+        example: flags of an example besides ``--target``, ``--data`` and ``-o``.
     """
 
     command: str
@@ -234,23 +234,18 @@ class Training:
 
 
 def within(name: str, value: float, low: float, high: float, why: str) -> None:
-    """Checks an option against limits that follow from a model or the data; ``why`` explains ``high``.
+    """Checks an option against limits given by a model or the data; ``why`` explains ``high``.
 
     Raises:
-        TrainError: it is out of range; names the flag.
+        TrainError: the option is out of range; names the flag.
     """
     if not low <= value <= high:
         raise TrainError(f"{dashed(name)} is {value}; expected {low} to {high}, {why}")
 
 
-def dashed(name: str) -> str:
-    """The flag of an option."""
-    return f"--{name.replace('_', '-')}"
-
-
 def accuracy_table(label: str, accuracy: list[list[float]]) -> Table:
-    """A table of how often the true token is among the best candidates."""
-    from specexport.tables import Table  # running a bundle needs none
+    """A table of the shares of texts' tokens that are among the best candidates."""
+    from specexport.tables import Table  # not loaded to run bundles
 
     ranks = (1, 2, 3, 5, 10)
     table = Table("", (label, *(f"top-{rank}" for rank in ranks)))
@@ -260,9 +255,9 @@ def accuracy_table(label: str, accuracy: list[list[float]]) -> Table:
 
 
 def report_chain(key: str, record: dict[str, Any]) -> Report:
-    """Reports the accuracy of each token of a chain, from the record's shares under ``key``."""
+    """Reports the accuracy of each draft token of a chain: the shares under ``key`` in the record."""
     accuracy, length = record[key], record["acceptance_length"]
     output = record["options"]["output"]
-    yield f"{output}: {len(accuracy)} drafted tokens; share of held-out tokens they predict"
+    yield f"{output}: accuracy of {len(accuracy)} draft tokens on held-out texts"
     yield accuracy_table("token", accuracy)
-    yield f"a chain of {len(accuracy)} would commit {length:.2f} tokens a step of these texts"
+    yield f"a chain of {len(accuracy)} would commit {length:.2f} tokens per step on these texts"

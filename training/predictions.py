@@ -1,4 +1,4 @@
-"""Losses and accuracy of predictions several tokens ahead, by heads, stages or drafts over a model's hidden states."""
+"""Losses and accuracy of predictions of several tokens by heads, stages or drafts over a model's hidden states."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from specexport.training.loop import Loss, adamw, progress_bar
 from specexport.training.run import Place, Run
 
 Losses = Iterable[tuple[torch.Tensor, torch.Tensor]]
-"""A result of :func:`summed_loss` for each prediction i of a batch, over the positions of ``learnt_from(2 + i)``."""
+"""The result of :func:`summed_loss` for each prediction i, over the positions ``learnt_from(2 + i)`` of a batch."""
 _MEASURED_AT_ONCE = 8
-"""Number of windows in a batch to measure."""
+"""Number of windows in a batch that is measured."""
 _LOGITS_AT_ONCE = 1 << 27
-"""Maximum number of a head's logits kept for the backward pass; larger ones are recomputed."""
+"""Maximum number of logits that a head keeps for the backward pass; more are recomputed."""
 
 
 def weighted_loss(losses: Losses, decay: float) -> Loss:
-    """Σ decay^i · the mean of loss i, and the top-1 and top-5 accuracy of each prediction."""
+    """The sum of decay^i times the mean of loss i, and the top-1 and top-5 accuracy of each prediction."""
     means: list[torch.Tensor] = []
     top: dict[str, list[torch.Tensor]] = {"top-1": [], "top-5": []}
     for total, ranks in losses:
@@ -49,15 +49,15 @@ def summed_loss(
     vocab: int,
     soft_targets: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed cross-entropy of M tokens, and their ranks, ``[M]``.
+    """The summed cross-entropy of M tokens, and their ranks, int32 ``[M]``.
 
     Args:
         project: maps states ``[N,H]`` to logits ``[N,V]``.
         states: ``[M,H]``.
         labels: the tokens, int64 ``[M]``.
         vocab: V.
-        soft_targets: returns the distributions to learn, ``[N,V]``, for N of the M rows, by index; by default the
-            tokens themselves are learned.
+        soft_targets: returns the distributions to learn, ``[N,V]``, given the indices of N rows; by default, the tokens
+            are learned.
     """
 
     def part(rows: torch.Tensor, states: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +65,7 @@ def summed_loss(
         targets = labels if soft_targets is None else soft_targets(rows)
         return F.cross_entropy(logits, targets, reduction="sum"), _ranks(logits, labels)
 
-    # Distributions to learn are kept as well, for every drafted token.
+    # The distributions of all draft tokens are kept as well.
     at_once = max(1, _LOGITS_AT_ONCE // (vocab if soft_targets is None else 8 * vocab))
     rows = torch.arange(len(states), device=states.device)
     if len(states) <= at_once:
@@ -79,8 +79,8 @@ def summed_loss(
 
 @torch.no_grad()
 def _ranks(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The number of tokens more probable than each label."""
-    # Summing booleans directly would first make a 64-bit copy.
+    """The number of tokens that are more probable than each label."""
+    # Summing booleans directly would make a 64-bit copy first.
     return (logits > logits.gather(-1, labels[:, None])).to(torch.uint8).sum(dim=-1, dtype=torch.int32)
 
 
@@ -93,7 +93,7 @@ def train_over_hidden(
     *,
     seed: int,
 ) -> None:
-    """Trains a module over the target's hidden states of the run's windows; the target is not trained.
+    """Trains a module on the hidden states of a frozen target over the run's windows.
 
     ``losses_of`` takes hidden states after the final norm, ``[B,L,H]``, and a batch; ``seed`` determines the batches.
 
@@ -119,7 +119,7 @@ def train_over_hidden(
 
 @torch.no_grad()
 def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
-    """Hidden states of all windows, ``[N,L,H]``, in a memory-mapped file."""
+    """The hidden states of all windows, ``[N,L,H]``, in a memory-mapped file."""
     model, windows, place = run.target.model, run.windows, run.place
     shape = (*windows.ids.shape, int(model.get_output_embeddings().weight.shape[1]))
     size = math.prod(shape) * place.frozen_dtype.itemsize
@@ -132,8 +132,8 @@ def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
     free = shutil.disk_usage(path.parent).free
     if size > 0.9 * free:
         raise TrainError(
-            f"{path}: hidden states of {windows.ids.numel()} tokens are {size / 1e9:.1f} GB, and the disk has "
-            f"{free / 1e9:.1f} GB free. Train without --cache-hidden, or choose a folder elsewhere with --work"
+            f"{path}: hidden states of {windows.ids.numel()} tokens take {size / 1e9:.1f} GB, but the disk has only "
+            f"{free / 1e9:.1f} GB left. Train without --cache-hidden, or choose a folder elsewhere with --work"
         )
     writing = path.with_suffix(".tmp")
     states = mapped(writing)
@@ -151,7 +151,7 @@ def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
 def measure_accuracy(
     losses_of: Callable[[Windows], Losses], count: int, windows: Windows, place: Place
 ) -> HeadAccuracy:
-    """Measures ``count`` predictions ahead, over windows that they were not trained on."""
+    """Measures the accuracy of ``count`` predictions on held-out windows."""
     counts = torch.zeros(count, MAX_TOP_K + 1, dtype=torch.int64)
     paths: Counter[tuple[int, ...]] = Counter()
     positions = 0

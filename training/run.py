@@ -1,4 +1,4 @@
-"""Common parts of all trainings: device, models, data, work folder, output."""
+"""The device, models, data, work folder and output of a training."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from specexport import __version__
 from specexport.contract.errors import BuildError, TrainError
-from specexport.contract.folders import written_beside
+from specexport.contract.folders import write_lock, written_beside
 from specexport.contract.values import counted
-from specexport.exporter.checkpoints.config import load_causal_lm, read_model_config, require_stored
+from specexport.exporter.checkpoints.config import load_causal_lm, read_configs, require_stored
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import share_weights
@@ -27,16 +27,17 @@ from specexport.training.distill import sample_texts
 from specexport.training.loop import Log, Loss, Schedule, train
 from specexport.training.options import O, RunOptions
 
+_SETTINGS = "settings.json"
 _MEASURED_TEXTS = 64
 """Maximum number of texts sampled for evaluation."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Device and precision of a training.
+    """The device and the precision of a training.
 
     Attributes:
-        bf16: whether matrices are multiplied in bfloat16; trained weights stay in float32.
+        bf16: whether matrices are multiplied in bfloat16; trained weights are float32 anyway.
     """
 
     device: torch.device
@@ -51,19 +52,15 @@ class Place:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
 
-def choose_place(options: RunOptions) -> Place:
-    """The device and precision to use; ``auto`` is a GPU if there is one, and bfloat16 if it is fast there.
-
-    Raises:
-        TrainError: there is no such device.
-    """
+def _choose_place(options: RunOptions) -> Place:
+    """The device and precision that options ask for; ``auto`` prefers a GPU, and bfloat16 where it is fast."""
     cuda = torch.cuda.is_available()
     if options.device == "cuda" and not cuda:
         raise TrainError("--device cuda: torch finds no CUDA device; pass --device cpu, or install torch with CUDA")
     kind = "cuda" if cuda and options.device != "cpu" else "cpu"
     bf16 = options.precision == "bf16"
     if options.precision == "auto":
-        # Without these instructions, a CPU emulates bfloat16, which is several times slower than float32.
+        # CPUs without these instructions emulate bfloat16, several times slower than float32.
         bf16 = torch.cuda.is_bf16_supported() if kind == "cuda" else torch.cpu._is_avx512_bf16_supported()
     return Place(torch.device(kind), bf16)
 
@@ -73,8 +70,8 @@ class TrainingModel:
     """A causal LM and its tokenizer.
 
     Attributes:
-        path: the local folder; empty if the model was never stored.
-        model: in evaluation mode, and so without dropout even in training; no parameter requires a gradient.
+        path: the local folder; empty for a new model.
+        model: the model in evaluation mode, without dropout; no parameter requires a gradient.
         stored: dtype of the checkpoint's weights.
         ends: tokens that end a text.
     """
@@ -85,13 +82,14 @@ class TrainingModel:
     stored: torch.dtype
     ends: tuple[int, ...]
     max_positions: int
+    place: Place
 
     @property
     def layers(self) -> int:
         return int(self.model.config.num_hidden_layers)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights of the embedding and of the head, ``[V,H]``.
+        """The weights of the embedding and of the head, ``[V,H]`` each.
 
         Raises:
             TrainError: they differ in size.
@@ -99,8 +97,8 @@ class TrainingModel:
         table, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
         if table.shape != head.shape:
             raise TrainError(
-                f"{self.path}: its embedding is {list(table.shape)} and its head {list(head.shape)}; expected one "
-                "shape, as the draft reads with one and ends in the other"
+                f"{self.path}: its embedding is {list(table.shape)} and its head {list(head.shape)}; expected the "
+                "same shape, as the draft uses both"
             )
         return table, head
 
@@ -117,20 +115,29 @@ class TrainingModel:
         return digest.hexdigest()[:16]
 
 
-def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
-    """Loads a model; the weights of a frozen one may be rounded.
+def load_target(options: RunOptions, *, frozen: bool = True) -> TrainingModel:
+    """Loads the target of a training onto the device of the options; see :func:`load_model`.
 
     Raises:
-        BuildError: it does not exist.
+        TrainError: there is no such device.
+    """
+    return load_model(options.target, _choose_place(options), frozen=frozen)
+
+
+def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
+    """Loads a model in float32, or in ``place.frozen_dtype`` if it is ``frozen``, that is, not trained.
+
+    Raises:
+        BuildError: there is no such model.
         TrainError: it cannot be loaded.
     """
     path = locate(source)
     try:
         with quiet():
-            config = read_model_config(path)
+            whole, config = read_configs(path)
             require_stored(path, config)
             stored = config.dtype
-            # torch's own attention would silently skip Gemma 2's soft cap.
+            # torch's attention would silently ignore Gemma 2's soft cap.
             attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
             dtype = place.frozen_dtype if frozen else torch.float32
             model, *_ = load_causal_lm(path, config, dtype=dtype, attn_implementation=attention)
@@ -139,7 +146,7 @@ def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
     except Exception as error:  # model code raises exceptions of any kind
         raise TrainError(f"{path}: could not be loaded: {error}") from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, config=whole, trust_remote_code=False)
     except Exception as error:  # from missing files to malformed JSON
         raise TrainError(f"{path}: its tokenizer could not be loaded: {error}") from error
     if not getattr(tokenizer, "is_fast", False):
@@ -157,13 +164,14 @@ def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
         stored=stored if isinstance(stored, torch.dtype) else torch.float32,
         ends=(ends,) if isinstance(ends, int) else tuple(ends or ()),
         max_positions=longest if isinstance(longest, int) else 1 << 30,
+        place=place,
     )
 
 
 def save_model(
     folder: Path, model: Any, tokenizer: Any, extra_tensors: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Writes a Hugging Face folder, with ``extra_tensors`` as additional tensors."""
+    """Writes a Hugging Face folder, with ``extra_tensors`` besides the model's."""
     with quiet():
         model.save_pretrained(folder, state_dict=model.state_dict() | dict(extra_tensors or {}))
         tokenizer.save_pretrained(folder)
@@ -172,20 +180,19 @@ def save_model(
 
 @dataclass
 class Run(Generic[O]):
-    """A training run, from data to an output folder.
+    """A training run, from its data to its output folder.
 
     Attributes:
-        target: the model to train for.
-        window: tokens per window.
-        prompt: tokens per prompt.
-        windows: the windows to learn from.
+        target: the model to draft for.
+        window: number of tokens per window.
+        prompt: number of tokens per prompt.
+        windows: the windows to learn.
         held_out: the windows to evaluate on.
         record: the content of ``training.json``.
     """
 
     options: O
     log: Log
-    place: Place
     target: TrainingModel
     window: int
     prompt: int
@@ -194,8 +201,12 @@ class Run(Generic[O]):
     work: Path
     record: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def place(self) -> Place:
+        return self.target.place
+
     def prepare(self, texts: int) -> None:
-        """Samples ``texts`` texts of the target, if any, logs the training data and seeds torch's generator."""
+        """Replaces the data with ``texts`` texts of the target, unless 0; logs the data; seeds torch's generator."""
         if texts:
             self.self_distill(self.target, texts)
         self.describe_data()
@@ -212,7 +223,7 @@ class Run(Generic[O]):
         self.record = counts | {"held_out_windows": len(self.held_out)} | self.record
 
     def texts_of(self, model: TrainingModel, data: Windows, count: int, name: str) -> Windows:
-        """A model's own continuations of prompts cut from the data."""
+        """Samples ``count`` continuations of prompts cut from ``data``; stores them in the work folder as ``name``."""
         ids = sample_texts(
             model.model,
             lambda rows, generator: data.prompts(rows, self.prompt, generator),
@@ -225,9 +236,7 @@ class Run(Generic[O]):
         return sampled_windows(ids, self.prompt, model.ends)
 
     def self_distill(self, model: TrainingModel, count: int) -> None:
-        """Replaces the data with texts of the model: ``count`` to learn from, and an eighth as many, at most 64, to
-        hold out.
-        """
+        """Replaces the data with texts of the model: ``count`` to learn, and an eighth as many to hold out."""
         self.windows = self.texts_of(model, self.windows, count, "sampled-train")
         self.held_out = self.texts_of(model, self.held_out, min(_MEASURED_TEXTS, -(-count // 8)), "sampled-held-out")
 
@@ -263,21 +272,20 @@ class Run(Generic[O]):
 
     @contextlib.contextmanager
     def output(self) -> Iterator[Path]:
-        """Context with a folder for the output, which is moved into place, with the record, once it is complete."""
+        """Context of a folder that becomes the output, with the record, if the block succeeds."""
         with written_beside(self.options.output, overwrite=self.options.overwrite) as folder:
             yield folder
             (folder / "training.json").write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
-def open_run(
-    command: str, options: O, place: Place, target: TrainingModel, log: Log, *drafts: TrainingModel
-) -> Iterator[Run[O]]:
-    """Reads the data and opens the work folder, from which a run with the same options resumes.
+def open_run(command: str, options: O, target: TrainingModel, log: Log, *drafts: TrainingModel) -> Iterator[Run[O]]:
+    """Context of a run, with its data and its work folder, from which a run with the same options resumes.
 
-    The target's tokenizer encodes the data; ``drafts`` are other models that the result depends on.
+    The target's tokenizer encodes the data; ``drafts`` are further models on which the result depends.
 
     Raises:
+        BuildError: another process trains in the work folder.
         TrainError: the data are missing, malformed or too few, or the work folder belongs to another training.
     """
     window, prompt = options.lengths(min(model.max_positions for model in (target, *drafts)))
@@ -287,23 +295,23 @@ def open_run(
         "drafts": [draft.fingerprint() for draft in drafts],
         "data": windows.fingerprint(),
         "held_out": held_out.fingerprint(),
-        "bf16": place.bf16,
+        "bf16": target.place.bf16,
     }
     with _work_folder(options, settings, log) as work:
-        run = Run(options, log, place, target, window, prompt, windows, held_out, work)
+        run = Run(options, log, target, window, prompt, windows, held_out, work)
         run.record |= {
             "command": command,
             "specexport": __version__,
             "torch": torch.__version__,
             "options": options.record(),
-            "device": str(place.device),
-            "bf16": place.bf16,
+            "device": str(run.place.device),
+            "bf16": run.place.bf16,
         }
         yield run
 
 
 def _read(options: RunOptions, tokenizer: Any, window: int) -> tuple[Windows, Windows]:
-    """The windows to learn from, and those held out."""
+    """The windows to learn and the windows to hold out."""
     windows = read_windows(options.data, tokenizer, seq_len=window, seed=options.seed)
     share = options.held_out_share()
     if share is not None:
@@ -313,11 +321,33 @@ def _read(options: RunOptions, tokenizer: Any, window: int) -> tuple[Windows, Wi
 
 @contextlib.contextmanager
 def _work_folder(options: RunOptions, settings: Mapping[str, Any], log: Log) -> Iterator[Path]:
-    """Context with the user's work folder, which is kept, or ``OUTPUT.work``, which is deleted at the end, or at once
-    if the run ends before it has anything to go on from.
+    """Context of the locked work folder: the user's, which is kept, or ``OUTPUT.work``, which a success deletes.
+
+    A run that fails before it has stored anything leaves no folder.
     """
     work = options.work if options.work is not None else options.output.parent / f"{options.output.name}.work"
-    path = work / "settings.json"
+    work.parent.mkdir(parents=True, exist_ok=True)
+    with write_lock(work):
+        _claim(work, settings)
+        try:
+            yield work
+        except BaseException as error:
+            if list(work.iterdir()) == [work / _SETTINGS]:  # so that other options may follow
+                shutil.rmtree(work)
+            elif isinstance(error, (KeyboardInterrupt, SystemExit)):
+                log(f"stopped; the same command resumes from {work}")
+            raise
+        if options.work is None:
+            shutil.rmtree(work)
+
+
+def _claim(work: Path, settings: Mapping[str, Any]) -> None:
+    """Makes a folder the work folder of a training, or checks that it is.
+
+    Raises:
+        TrainError: the folder belongs to another training or holds other files.
+    """
+    path = work / _SETTINGS
     expected = json.loads(json.dumps(settings))
     if path.is_file():
         try:
@@ -327,25 +357,14 @@ def _work_folder(options: RunOptions, settings: Mapping[str, Any], log: Log) -> 
         for name in [*expected, *stored]:
             if stored.get(name) != expected.get(name):
                 raise TrainError(
-                    f"{work}: holds an unfinished training with {name} {stored.get(name)}, and this one has "
-                    f"{expected.get(name)}. Train with the same options to go on, delete the folder to start anew, or "
-                    "choose another with --work"
+                    f"{work}: holds an unfinished training with {name} {stored.get(name)}, not {expected.get(name)}. "
+                    "Train with the same options to resume, delete the folder to start again, or choose another with "
+                    "--work"
                 )
     elif work.exists() and (not work.is_dir() or any(work.iterdir())):
-        raise TrainError(f"{work}: exists, and is not of a training; choose another folder with --work")
+        raise TrainError(f"{work}: exists and is no work folder; choose another with --work")
     else:
-        work.mkdir(parents=True, exist_ok=True)
+        work.mkdir(exist_ok=True)
         partial = path.with_suffix(".tmp")
         partial.write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
-    try:
-        yield work
-    except BaseException as error:
-        if list(work.iterdir()) == [path]:  # other options may be tried in it
-            path.unlink()
-            work.rmdir()
-        elif isinstance(error, (KeyboardInterrupt, SystemExit)):
-            log(f"stopped; the same command goes on from {work}")
-        raise
-    if options.work is None:
-        shutil.rmtree(work)

@@ -36,6 +36,8 @@ class Method:
     """Keys that name checkpoints."""
     role: ClassVar[str] = ""
     """The folder of its own model in a bundle; empty if it has none."""
+    draft_name: ClassVar[str] = "draft"
+    """Its own model in messages."""
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS,)
     """Draft tokens of its trees if none are chosen, the default first."""
 

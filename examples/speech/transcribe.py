@@ -1,18 +1,18 @@
-"""Speech to text by a decoder that verifies what its own encoder's CTC head has heard already (arXiv 2603.11243).
+"""Speech to text by a decoder that verifies the transcript of its encoder's CTC head (arXiv 2603.11243).
 
     python examples/speech/transcribe.py prepare build/speech
     python examples/speech/transcribe.py run build/speech sound.wav
 
-An encoder turns sound into frames. Its CTC head spells a transcript at once, and a projector makes the embeddings of
-the frames that the decoder, an LLM, is prompted with. The transcript is the draft, in three stages:
+An encoder turns sound into frames. Its CTC head predicts a transcript from them, and a projector turns them into
+embeddings in the prompt of the decoder, an LLM. The transcript is the draft, in three stages:
 
-1. If no frame's entropy reaches a threshold, the draft is the output and the decoder is not asked.
-2. Otherwise the decoder verifies the draft, many tokens a pass: a token stays while its likelihood is above a second
-   threshold. With --lossless it stays only if the decoder would have said it.
-3. From the first token that failed on the decoder goes on by itself, with what is left of the draft as a hint.
+1. If the entropy of all frames is below a threshold, the draft is the output, without the decoder.
+2. Otherwise the decoder verifies the draft, many tokens per pass: tokens stay while their likelihood is above a second
+   threshold. With --lossless they stay only if the decoder would have generated them.
+3. From the first rejected token, the decoder generates the rest, with the rest of the draft as a hint.
 
-``prepare`` needs the [export] extra, ``run`` only [cpu]. Without checkpoints of yours the models are tiny and random:
-the transcript means nothing, but everything that runs is real.
+``prepare`` needs the [export] extra, ``run`` only [cpu]. Without your own checkpoints, the models are tiny and random:
+the transcript is meaningless, but all stages run.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Floats = npt.NDArray[np.float32]
 
 RATE = 16_000
 BEFORE, AFTER = "Sound: ", "\nTranscript: "
-"""What the decoder reads around the sound."""
+"""The decoder's prompt before and after the sound."""
 DRAFT_TOKENS = (32, 16, 8, 4, 2)
-"""Verified in a pass; the longest chain a bundle may have comes first."""
+"""Numbers of draft tokens per pass, the largest that a bundle may have first."""
 
 
 # --- hearing ----------------------------------------------------------------------------------------------------------
@@ -44,12 +44,12 @@ DRAFT_TOKENS = (32, 16, 8, 4, 2)
 
 @dataclass(frozen=True)
 class Heard:
-    """What the encoder made of a sound.
+    """The encoder's output for a sound of F frames.
 
     Attributes:
-        text: the CTC head's transcript.
-        entropies: of each frame, in nats.
-        embeds: float32 ``[F,H]``, what the decoder reads.
+        text: the transcript of the CTC head.
+        entropies: entropy of each frame in nats.
+        embeds: embeddings for the decoder, float32 ``[F,H]``.
     """
 
     text: str
@@ -61,7 +61,7 @@ class Encoder:
     """The exported encoder, its CTC vocabulary and projector.
 
     Args:
-        folder: what :func:`prepare` wrote.
+        folder: the folder that :func:`prepare` wrote.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,7 +79,7 @@ class Encoder:
         return Heard(self._collapsed(log_p.argmax(-1)), -(np.exp(log_p) * log_p).sum(-1), embeds[0])
 
     def _collapsed(self, best: npt.NDArray[np.int64]) -> str:
-        """Greedy CTC: repeats are one letter, blanks are none."""
+        """The text of greedy CTC: repeated letters count once, blanks not at all."""
         first = np.append(True, best[1:] != best[:-1])
         return "".join(self._letters[index] for index in best[first] if index != self._blank).replace("|", " ").strip()
 
@@ -89,19 +89,19 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A transcript, and what each stage did for it.
+    """A transcript and the figures of each stage.
 
     Attributes:
         text: the transcript.
-        token_ids: its tokens.
-        frames: of sound.
-        entropy: of the frame the encoder was least sure of, in nats.
-        draft: tokens of the draft, its end included.
-        as_it_is: whether stage 1 took it.
-        passes: of the decoder in stage 2.
-        kept: tokens of the draft that stayed.
-        steps: of the decoder in stage 3.
-        decoded: tokens made there.
+        token_ids: the tokens of the transcript.
+        frames: number of frames of sound.
+        entropy: highest entropy of a frame in nats.
+        draft: number of tokens of the draft, its end included.
+        unchanged: whether stage 1 accepted the draft.
+        passes: number of passes of the decoder in stage 2.
+        kept: number of tokens of the draft that stayed.
+        steps: number of steps of the decoder in stage 3.
+        decoded: number of tokens generated in stage 3.
     """
 
     text: str
@@ -109,7 +109,7 @@ class Transcript:
     frames: int
     entropy: float
     draft: int
-    as_it_is: bool
+    unchanged: bool
     passes: int
     kept: int
     steps: int
@@ -117,9 +117,9 @@ class Transcript:
 
 
 def transcribe(encoder: Encoder, engine: Engine, sound: Floats, params: SamplingParams) -> Transcript:
-    """Runs the three stages; ``params`` says by which thresholds."""
+    """Runs the three stages, with the thresholds of ``params``."""
     heard = encoder.hear(sound)
-    # A transcript ends: so does its draft, or the decoder would be asked to go on.
+    # The draft ends with an end token, or the decoder would be asked to continue it.
     draft = engine.tokenizer.encode(heard.text, add_special_tokens=False).ids
     draft += engine.manifest.tokenizer.eos_token_ids[:1]
     entropy = float(heard.entropies.max())
@@ -133,7 +133,7 @@ def transcribe(encoder: Encoder, engine: Engine, sound: Floats, params: Sampling
             passes, steps = passes + following, steps + (not following)
             tokens += chunk.token_ids
             text += chunk.text
-        as_it_is = stream.stats.steps == 0
+        unchanged = stream.stats.steps == 0
     kept = agreed(tokens, draft)
     return Transcript(
         text=text,
@@ -141,8 +141,8 @@ def transcribe(encoder: Encoder, engine: Engine, sound: Floats, params: Sampling
         frames=len(heard.entropies),
         entropy=entropy,
         draft=len(draft),
-        as_it_is=as_it_is,
-        passes=0 if as_it_is else passes,
+        unchanged=unchanged,
+        passes=0 if unchanged else passes,
         kept=kept,
         steps=steps,
         decoded=len(tokens) - kept,
@@ -150,21 +150,21 @@ def transcribe(encoder: Encoder, engine: Engine, sound: Floats, params: Sampling
 
 
 def agreed(tokens: list[int], draft: list[int]) -> int:
-    """How many of their first tokens are the same."""
+    """The number of first tokens that are the same."""
     pairs = enumerate(zip(tokens, draft, strict=False))
     return next((at for at, (x, y) in pairs if x != y), min(len(tokens), len(draft)))
 
 
 def report(transcript: Transcript) -> str:
-    """A transcript with its counters, for people."""
-    taken = "taken as it is" if transcript.as_it_is else "not sure enough"
+    """A transcript and its figures in words."""
+    accepted = "accepted" if transcript.unchanged else "too uncertain"
     lines = [
         transcript.text,
         "",
         f"draft    {transcript.draft} tokens from {transcript.frames} frames",
-        f"stage 1  {taken}: the worst frame's entropy is {transcript.entropy:.3f} nats",
+        f"stage 1  {accepted}: the highest entropy of a frame is {transcript.entropy:.3f} nats",
     ]
-    if not transcript.as_it_is:
+    if not transcript.unchanged:
         lines += [
             f"stage 2  {transcript.kept} of {transcript.draft} draft tokens kept in {transcript.passes} passes",
             f"stage 3  {transcript.decoded} tokens in {transcript.steps} steps",
@@ -173,7 +173,7 @@ def report(transcript: Transcript) -> str:
 
 
 def read_wave(path: Path) -> Floats:
-    """Samples of a 16-bit mono WAV file at 16 kHz, in [-1, 1]."""
+    """The samples of a 16-bit mono WAV file at 16 kHz, in [-1, 1]."""
     with wave.open(str(path), "rb") as file:
         actual = (file.getframerate(), file.getnchannels(), 8 * file.getsampwidth())
         if actual != (RATE, 1, 16):
@@ -184,7 +184,7 @@ def read_wave(path: Path) -> Floats:
 
 
 def chirp(seconds: float = 2.0) -> Floats:
-    """A sound that rises, for those who have none at hand."""
+    """A sound of rising pitch, as an example."""
     time = np.arange(int(seconds * RATE)) / RATE
     return np.asarray(0.5 * np.sin(2 * np.pi * (200 + 300 * time) * time), np.float32)
 
@@ -196,11 +196,11 @@ def prepare(folder: Path, ctc: Path | None = None, decoder: Path | None = None, 
     """Exports the encoder and builds the decoder's bundle.
 
     Args:
-        folder: gets ``encoder.onnx``, ``ctc.json`` and ``bundle/``.
-        ctc: a Wav2Vec2ForCTC checkpoint with its vocab.json; None for a tiny random one.
-        decoder: a causal LM's checkpoint; None likewise.
-        projector: safetensors with ``weight [H,E]`` and ``bias [H]``, from the encoder's E numbers a frame to the
-            decoder's H; None for a random one.
+        folder: the folder to write ``encoder.onnx``, ``ctc.json`` and ``bundle/`` to.
+        ctc: a Wav2Vec2ForCTC checkpoint with its vocab.json; None for a tiny random model.
+        decoder: the checkpoint of a causal LM; None for a tiny random model.
+        projector: safetensors with ``weight [H,E]`` and ``bias [H]``, from the encoder's E numbers per frame to the
+            decoder's H; None for a random projector.
     """
     import torch
     from transformers import AutoModelForCausalLM, Wav2Vec2ForCTC
@@ -274,7 +274,7 @@ def _tiny_encoder(folder: Path) -> Path:
         pad_token_id=0,
     )
     model = Wav2Vec2ForCTC(config)
-    model.lm_head.weight.data *= 40  # so that it says different letters, as a trained one does
+    model.lm_head.weight.data *= 40  # so that it predicts different letters, like a trained model
     model.save_pretrained(folder)
     (folder / "vocab.json").write_text(json.dumps({letter: index for index, letter in enumerate(letters)}))
     return folder
@@ -321,17 +321,19 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("prepare", help="export the encoder and build the decoder's bundle")
-    making.add_argument("folder", type=Path, help="to write")
+    making.add_argument("folder", type=Path, help="folder to write")
     making.add_argument("--ctc", type=Path, metavar="DIR", help="Wav2Vec2ForCTC checkpoint (default: tiny and random)")
     making.add_argument("--decoder", type=Path, metavar="DIR", help="causal LM's checkpoint (default: tiny and random)")
     making.add_argument("--projector", type=Path, metavar="FILE", help="safetensors: weight, bias (default: random)")
     running = commands.add_parser("run", help="transcribe a sound")
-    running.add_argument("folder", type=Path, help="that was prepared")
+    running.add_argument("folder", type=Path, help="folder that prepare has written")
     running.add_argument("sound", type=Path, nargs="?", metavar="WAV", help="16 kHz, mono, 16 bits (default: a chirp)")
-    running.add_argument("--entropy-threshold", type=float, default=0.7, help="of stage 1, in nats (default: 0.7)")
-    running.add_argument("--likelihood-threshold", type=float, default=0.2, help="of stage 2 (default: 0.2)")
-    running.add_argument("--lossless", action="store_true", help="say what the decoder alone would say")
-    running.add_argument("-n", "--max-tokens", type=int, default=128)
+    running.add_argument(
+        "--entropy-threshold", type=float, default=0.7, help="threshold of stage 1 in nats (default: 0.7)"
+    )
+    running.add_argument("--likelihood-threshold", type=float, default=0.2, help="threshold of stage 2 (default: 0.2)")
+    running.add_argument("--lossless", action="store_true", help="give the text of the decoder alone")
+    running.add_argument("-n", "--max-tokens", type=int, default=128, help="maximum number of tokens (default: 128)")
     running.add_argument("--threads", type=int, metavar="N", help="CPU threads of the decoder (default: all cores)")
     arguments = parser.parse_args(words)
     if arguments.command == "prepare":

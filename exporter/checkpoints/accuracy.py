@@ -1,4 +1,4 @@
-"""The accuracy of heads and stages, as training measures and checkpoints store it."""
+"""The accuracy of Medusa heads and speculator stages, as trainings measure it and checkpoints store it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class HeadAccuracy:
 
     Attributes:
         ranks: share of tokens that are each head's rank-r candidate, ``[heads][ranks]``.
-        paths: the most frequent paths of ranks, each with the share of positions at which every head was right with
-            its rank. Token trees are chosen by them: heads tend to be right together, so products of ``ranks`` would
-            misjudge paths.
+        paths: the most frequent paths of ranks, each with the share of positions at which every head's candidate of
+            that rank was right. Token trees are chosen by these shares, not by products of ``ranks``, as heads tend to
+            be right together.
     """
 
     ranks: Sequence[Sequence[float]]
@@ -29,9 +29,9 @@ class HeadAccuracy:
 
     @property
     def chain_length(self) -> float:
-        """Expected tokens per step of the longest chain, including the bonus token, over texts like the measured ones.
+        """Expected tokens per step of the longest chain, bonus token included, over texts like the measured ones.
 
-        Greedy decoding reaches it on the model's own texts, less so on texts that the model would not have written.
+        Greedy decoding reaches it on texts that the model itself would write.
         """
         return 1 + sum(self.paths.get((0,) * depth, 0.0) for depth in range(1, len(self.ranks) + 1))
 
@@ -46,7 +46,7 @@ class MeasuredConfig(msgspec.Struct, kw_only=True):
         """The accuracy of ``count`` heads or stages; None if not stored.
 
         Raises:
-            BuildError: it is for another number of them; names the file.
+            BuildError: the stored accuracy is for another number; names the file.
         """
         if self.head_accuracy is None or self.path_accuracy is None:
             return None

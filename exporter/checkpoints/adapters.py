@@ -1,6 +1,6 @@
-"""Merges peft adapters into their model's weights, one tensor at a time as these are read.
+"""Merges peft adapters into their model's weights, tensor by tensor as these are read.
 
-peft itself does the merging, in a model on the meta device that has only the adapter's weights.
+peft itself merges them, in a model on the meta device that has only the adapter's weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specexport.exporter.checkpoints.documents import ADAPTER
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import StoredTensor
 
-_HINT = "merge it into the model with peft (merge_and_unload), and build from what save_pretrained writes"
+_HINT = "merge it into the model with peft (merge_and_unload), save that with save_pretrained, and build from it"
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that do not change the model's own weights."""
 _MERGEABLE = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "VERA")
@@ -29,7 +29,7 @@ _ADAPTER_NAME = "default"
 
 
 def merge_adapter(folder: Path, make: Callable[[Path], Any], tensors: Iterator[StoredTensor]) -> Iterator[StoredTensor]:
-    """The tensors of a checkpoint, in fp32 and merged if the adapter in ``folder`` changes them.
+    """The tensors of a checkpoint; those that the adapter in ``folder`` changes are merged, in fp32.
 
     ``make`` creates a folder's model on torch's meta device.
 
@@ -44,17 +44,14 @@ def merge_adapter(folder: Path, make: Callable[[Path], Any], tensors: Iterator[S
         name = next((name for name in names if name in pending), None)
         yield tensor if name is None else replace(tensor, dtype="F32", read=partial(pending.pop(name), tensor))
     if pending:
-        raise BuildError(
-            f"{_adapter_file(folder)}: changes {min(pending)!r}, which the model's files hold under no such name; "
-            f"{_HINT}"
-        )
+        raise BuildError(f"{_adapter_file(folder)}: changes {min(pending)!r}, which the model's files lack; {_HINT}")
 
 
 @functools.lru_cache(maxsize=2)
 def _changes(
     folder: Path, _state: Any, make: Callable[[Path], Any]
 ) -> tuple[str, Mapping[str, Callable[[StoredTensor], torch.Tensor]]]:
-    """The prefix of the model's names, and a function for each tensor that the adapter changes, by its name."""
+    """The prefix of the model's tensor names, and functions that merge tensors, by the name of the tensor."""
     path = _adapter_file(folder)
     try:
         from peft import PeftConfig, PeftModel
@@ -62,7 +59,7 @@ def _changes(
         from peft.utils import ModulesToSaveWrapper
     except ImportError as error:
         raise BuildError(
-            f"{path}: an adapter, which needs peft to be merged; install it with: pip install 'specexport[export]'"
+            f"{path}: merging an adapter needs peft; install it with: pip install 'specexport[export]'"
         ) from error
     model = make(folder)
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
@@ -98,7 +95,7 @@ def _changes(
 
 
 def _adapter_file(folder: Path) -> Path:
-    """The adapter's file for error messages: its original path rather than that of the link beside its model."""
+    """The path of the adapter's file for error messages, with links resolved."""
     path = folder / ADAPTER
     return path.readlink() if path.is_symlink() and path.readlink().is_absolute() else path
 
@@ -107,7 +104,7 @@ def _require_mergeable(path: Path, config: Any) -> None:
     """Refuses adapters that do more than change the model's matrices, or that depend on its original weights."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind not in _MERGEABLE:
-        raise BuildError(f"{path}: peft_type is {kind!r}; expected one that is merged here: {', '.join(_MERGEABLE)}")
+        raise BuildError(f"{path}: peft_type is {kind!r}; expected one of {', '.join(_MERGEABLE)}")
     init = getattr(config, "init_lora_weights", True)
     reasons = {
         f"init_lora_weights is {init!r}, which changes the model's own weights too": init not in _PLAIN_INITS,
@@ -117,7 +114,9 @@ def _require_mergeable(path: Path, config: Any) -> None:
         "target_parameters changes tensors of experts": getattr(config, "target_parameters", None),
     }
     if getattr(config, "alora_invocation_tokens", None):
-        raise BuildError(f"{path}: alora_invocation_tokens start it within a text; expected an adapter of whole texts")
+        raise BuildError(
+            f"{path}: alora_invocation_tokens switch it on within a text; expected an adapter of whole texts"
+        )
     for reason, holds in reasons.items():
         if holds:
             raise BuildError(f"{path}: {reason}; {_HINT}")

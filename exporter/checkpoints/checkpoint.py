@@ -1,4 +1,4 @@
-"""Loads Hugging Face causal LMs: for tracing, with the facts that graphs need, or as references."""
+"""Loads Hugging Face causal LMs, for tracing or as references to compare with."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Checkpoint:
         states: the recurrent states of each layer without attention, by the layer's index.
         vocab_size: width of the logits.
         input_vocab: rows of the embedding.
-        max_positions: longest sequence that the model supports with rotary frequencies independent of the length.
+        max_positions: the longest sequence over which the model's rotary frequencies stay the same.
         eos_token_ids: tokens that end a text.
         generation: the model's defaults for requests.
         tensors: the checkpoint's tensors by name.
@@ -166,7 +166,7 @@ def plain_transformers(model: Any) -> Iterator[None]:
 
 
 def _probe(model: Any, family: str, max_positions: int) -> tuple[tuple[CacheLayer, ...], dict[int, StateLayer]]:
-    """Runs two tokens to see what each layer caches, as families name the sizes differently in their configurations."""
+    """Runs two tokens to find the cached sizes of each layer, which families' configurations name differently."""
     probe, states = Probe(), StateProbe()
     layers = int(model.config.num_hidden_layers)
     ids = torch.zeros(1, 2, dtype=torch.int64)
@@ -197,8 +197,8 @@ def load_reference(path: Path, described: Model, layers: int | None = None) -> A
 
     Args:
         path: the checkpoint.
-        described: the bundle's entry of the model, which the checkpoint must match.
-        layers: how many of the first layers to keep; None for all.
+        described: the manifest's entry of the model, which the checkpoint must match.
+        layers: number of first layers to keep; None for all.
 
     Raises:
         BundleError: it does not match.
@@ -241,6 +241,6 @@ def reference_embeds(model: Any, text: Array) -> Array:
 
 
 def clamp_tokens(tokens: list[int], model: Any) -> Array:
-    """Tokens as graphs read them: ids beyond the embedding become its last one."""
+    """Tokens as graphs read them: ids beyond the embedding become the last id."""
     clamped: Array = np.minimum(np.array(tokens), model.get_input_embeddings().weight.shape[0] - 1)
     return clamped

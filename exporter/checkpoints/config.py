@@ -1,6 +1,6 @@
 """Reads configurations of checkpoints, and checks them against the stored tensors before a model is created.
 
-transformers trusts a configuration: it would initialize missing layers at random, or allocate a billion of them.
+transformers trusts a configuration: it would initialize missing layers at random, or allocate any number of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from specexport.exporter.checkpoints.stored import Kind, StandIns, StoredTensor,
 
 _TEXT_PART = "text_config"
 _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_head.": "lm_head.", "mtp.": "mtp."}
-"""Prefixes of the language model's tensors in multimodal checkpoints, and in text-only ones."""
+"""Prefixes of the language model's tensors in multimodal and text-only checkpoints."""
 
 
 def meta_model(folder: Path) -> Any:
@@ -96,7 +96,16 @@ def _expert_shares(model: Any, config: Any) -> dict[int, float]:
 def read_model_config(folder: Path) -> Any:
     """Reads transformers' configuration of a checkpoint folder; code in the folder is never run.
 
-    For a multimodal model it is that of the language model, as are the tensors of :func:`checkpoint_tensors`.
+    For a multimodal model it is the language model's, like the tensors of :func:`checkpoint_tensors`.
+
+    Raises:
+        BuildError: the configuration is invalid; see :func:`read_configs`.
+    """
+    return read_configs(folder)[1]
+
+
+def read_configs(folder: Path) -> tuple[Any, Any]:
+    """The whole configuration of a checkpoint folder, and its language model's.
 
     Raises:
         BuildError: the file is not a JSON object, the family is unknown to transformers, or a number is absurd; names
@@ -107,7 +116,8 @@ def read_model_config(folder: Path) -> Any:
     require_sane(path, document)
     try:
         with quiet():
-            return _language_model(AutoConfig.from_pretrained(folder, trust_remote_code=False), document)
+            config = _read_config(folder, document)
+            return config, _language_model(config, document)
     except Exception as error:  # family code raises exceptions of any kind
         kind = document.get("model_type")
         if isinstance(kind, str) and kind not in CONFIG_MAPPING and "auto_map" not in document:
@@ -118,10 +128,19 @@ def read_model_config(folder: Path) -> Any:
         raise BuildError(f"{path}: {error or type(error).__name__}") from error
 
 
-def _language_model(config: Any, document: dict[str, Any]) -> Any:
-    """The configuration of the language model: all of it, or the text part of a multimodal model's.
+def _read_config(folder: Path, document: dict[str, Any]) -> Any:
+    scaling = document.get("rope_scaling")
+    if isinstance(scaling, dict) and scaling.get("type") == "su":
+        # Longrope's first name. transformers knows it, but renames it too late to fill in longrope's fields.
+        renamed = document | {"rope_scaling": scaling | {"type": "longrope"}}
+        return CONFIG_MAPPING[document["model_type"]].from_dict(renamed)
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
-    ``document`` is the file's content, which tells stated values from defaults.
+
+def _language_model(config: Any, document: dict[str, Any]) -> Any:
+    """The language model's configuration: ``config`` itself, or its text part in a multimodal model.
+
+    ``document`` is the file's content, which distinguishes stated values from defaults.
     """
     if not isinstance(document.get(_TEXT_PART), dict):
         return config
@@ -219,14 +238,14 @@ def quantized_in(folder: Path) -> tuple[str, Kind | Literal["stored"]] | None:
 def load_causal_lm(
     folder: Path, config: Any, *, streamed: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Any], dict[str, StoredTensor]]:
-    """Loads a model with transformers, from safetensors; quantized matrices become floating-point ones.
+    """Loads a model with transformers, from safetensors; quantized matrices are dequantized.
 
     Args:
         folder: the checkpoint.
-        config: its configuration.
+        config: the configuration of the model.
         streamed: leave large matrices in their files; the model then runs within
             :func:`~specexport.exporter.checkpoints.stored.read_weights`.
-        options: more arguments of ``from_pretrained``.
+        options: further arguments of ``from_pretrained``.
 
     Returns:
         The model, transformers' report of loading it, and the checkpoint's tensors by name.

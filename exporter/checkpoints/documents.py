@@ -1,4 +1,4 @@
-"""Names of checkpoint files, and reading of the JSON ones. Imports nothing heavy."""
+"""Names of checkpoint files, and readers of JSON files. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def read_index(index: Path) -> dict[str, str]:
     return placed
 
 
-def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
+def read_config(path: Path, kind: type[_Config], subject: str) -> _Config:
     """Reads the fields of ``kind`` from a ``config.json``; other fields are ignored.
 
     Args:
         path: the file, which must exist.
         kind: a struct with the fields.
-        what: what the file describes, for error messages.
+        subject: the model that the file describes, for error messages.
 
     Raises:
         BuildError: the file is too large or not JSON, or a field is invalid.
@@ -81,11 +81,11 @@ def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except UNREADABLE as error:
-        raise BuildError(f"{path}: not a configuration of {what}: {explained(error)}") from error
+        raise BuildError(f"{path}: not a configuration of {subject}: {explained(error)}") from error
 
 
 def require_sane(path: Path, document: dict[str, Any]) -> None:
-    """Refuses absurdly large numbers in a model's configuration, before the model is created.
+    """Refuses absurdly large numbers in a configuration, before its model is created.
 
     Raises:
         BuildError: a number is too large; names the file and the field.

@@ -44,7 +44,7 @@ def locate(source: str, *, weights: bool = True) -> Path:
     """The local folder of a checkpoint, with its configuration; see :func:`find`.
 
     Raises:
-        BuildError: see :func:`find`; a GGUF file is damaged, or transformers does not read its family.
+        BuildError: there is no such checkpoint, a GGUF file is damaged, or transformers does not read its family.
     """
     path = find(source, weights=weights)
     if not (path / CONFIG).is_file():
@@ -57,11 +57,11 @@ def locate(source: str, *, weights: bool = True) -> Path:
 def find(source: str, *, weights: bool = True) -> Path:
     """The local folder of a checkpoint; a hub id is downloaded into the hub's own cache.
 
-    A GGUF file, or an adapter without its model, gets a temporary folder of this process, with links to the file or to
-    the files of the adapter and its model.
+    For a GGUF file, or an adapter without its model, it is a temporary folder with links: to the file, or to the files
+    of the adapter and of its model.
 
     Args:
-        source: a folder, a hub id, a GGUF file, or one of a hub id's: ``owner/name/FILE.gguf``.
+        source: a folder, a hub id, a GGUF file, or a GGUF file on the hub: ``owner/name/FILE.gguf``.
         weights: whether weights are needed, rather than only the files that describe the model.
 
     Raises:
@@ -106,10 +106,10 @@ def _folder(source: str, revision: str | None, weights: bool) -> Path:
 
 
 def only_model(source: str, names: list[str]) -> list[str]:
-    """The files of the only GGUF model among ``names``, apart from projectors of images or audio.
+    """The files of the only GGUF language model among ``names``; projectors of images and audio do not count.
 
     Raises:
-        BuildError: there are several; lists them.
+        BuildError: there is none, or there are several; lists them.
     """
     models = [name for name in names if not PurePath(name).name.startswith("mmproj")]
     if not models:
@@ -125,7 +125,7 @@ def only_model(source: str, names: list[str]) -> list[str]:
 
 
 def split_files(source: str, name: str, names: list[str]) -> list[str]:
-    """All parts of a split GGUF model, from the name of one.
+    """All parts of a split GGUF model, from the name of one part.
 
     Raises:
         BuildError: parts are missing.
@@ -248,7 +248,7 @@ def _linked_adapter(adapter: Path, base: Path) -> Path:
 
 
 def _linked_gguf(folder: Path, names: list[str]) -> Path:
-    """A folder with only the files of a GGUF model, as files beside them may belong to other models."""
+    """A folder with the files of a GGUF model alone; other files beside them may belong to other models."""
     files = [(PurePath(name).name, (folder / name).absolute()) for name in names]
     states = [file.stat() for _, file in files]
     stamp = tuple((state.st_size, state.st_mtime_ns, state.st_ino) for state in states)

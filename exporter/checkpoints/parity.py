@@ -1,7 +1,7 @@
 """Checks, before tracing, that a model computes the same through our lowering as in plain transformers.
 
-Most families follow transformers' interfaces, but some do not. Such a family must be refused by name rather than
-exported incorrectly, so every build runs a prefill, a chain step and a branching tree both ways.
+Some families do not follow transformers' interfaces, and would be exported incorrectly. So every build runs a prefill,
+a chain step and a branching tree both ways, and refuses a family by name if the results differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOLERANCE = 1e-3
 _PROMPT, _CHAIN, _ROWS = 9, 2, 32
 _TREE = TokenTree((-1, 0, 0, 1, 1, 2))
 _POISON = 1e3
-"""Value of embeddings that the mask hides, so that reading one shows in the logits."""
+"""Value of embeddings that the mask hides; reading them would show in the logits."""
 
 
 def require_parity(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, embeds: bool = False) -> None:
@@ -126,7 +126,7 @@ def _with_rows(past: list[torch.Tensor], rows: Sequence[torch.Tensor], done: int
 
 
 def _compared_tree(checkpoint: Checkpoint) -> TokenTree:
-    """The tree to compare: a chain for models with layers without attention, which support nothing else."""
+    """The tree to compare; a chain for models with layers without attention, which support no trees."""
     return TokenTree.chain(len(_TREE)) if checkpoint.states else _TREE
 
 

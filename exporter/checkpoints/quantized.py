@@ -24,9 +24,9 @@ QUANTIZATION = "quantization_config"
 _SCALES = ("F32", "F16", "BF16")
 _INDICES = ("I32", "I64")
 _IGNORED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
-"""Scales for quantized activations and caches, which transformers computes in floating point."""
+"""Scales of quantized activations and caches, which transformers computes in floating point."""
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column of each four bits of an AWQ word, from the lowest bits."""
+"""The columns of the eight 4-bit numbers in an AWQ word, from the lowest bits."""
 _DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the magnitudes of the three lower bits of an MXFP4 number."""
 
@@ -78,8 +78,8 @@ def _format(path: Path, config: _Config) -> tuple[str, Kind]:
     method, bits = config.quant_method, config.bits or 4
     if config.transform_config:
         raise BuildError(
-            f"{path}: {QUANTIZATION}: transform_config rotates activations while the model runs, which nothing here "
-            "does; expected none. Build from the checkpoint that it was quantized from, with --precision"
+            f"{path}: {QUANTIZATION}: transform_config rotates activations while the model runs, which is not "
+            "supported. Build from the checkpoint that it was quantized from, with --precision"
         )
     if method == "awq" and bits == 4 and (config.version or "gemm").lower() == "gemm":
         return "AWQ", "int4"
@@ -201,10 +201,10 @@ class _Parts:
         """The matrix of numbers, scales and zero points.
 
         Args:
-            shape: in the model.
+            shape: the matrix's shape in the model.
             kind: the smallest type that holds its numbers.
-            read: see :data:`_Read`.
-            transposed: whether the model holds it as ``[...,N,K]``.
+            read: reads the parts; see :data:`_Read`.
+            transposed: whether the model holds the matrix as ``[...,N,K]``.
         """
 
         def read_matrix() -> torch.Tensor:

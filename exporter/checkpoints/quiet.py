@@ -25,8 +25,9 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pauses the garbage collector, which would take up to a quarter of the time: imports and traces create millions of
-    objects, few of them garbage.
+    """Pauses the garbage collector: imports and traces create millions of objects, hardly any of them garbage.
+
+    Collections would take up to a quarter of their time.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,8 +1,8 @@
-"""How each setting that transformers reads, besides a model's configuration and weights, is handled.
+"""The handling of every setting that transformers reads, besides a model's configuration and weights.
 
-A setting is honoured, refused, named in a warning by ``build`` and ``inspect`` as it changes transformers' text but not
-ours, or has no effect on texts. ``texts/settings.txt`` has a row for each: handling, keys, note, and the values
-besides null that change nothing. ``python -m scripts.docs`` writes the table in docs/settings.md from it.
+A setting is honoured, refused, or named in a warning by ``build`` and ``inspect`` if it changes transformers' text but
+not ours; others have no effect on texts. ``texts/settings.txt`` has a row for each: handling, keys, note, and the
+values besides null that change nothing. ``python -m scripts.docs`` writes the table in docs/settings.md from it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def read_documents(folder: Path) -> Documents:
 def setting_notes(folder: Path, end: int | None, ends: Collection[int]) -> tuple[SettingNote, ...]:
     """Warnings about settings of a checkpoint that change transformers' text but not ours, or the other way round.
 
-    ``end`` is the tokenizer's own end token, ``ends`` are those of the model's configurations.
+    ``end`` is the end token of the tokenizer; ``ends`` are the end tokens of the model's configurations.
     """
     documents = read_documents(folder)
     notes = []

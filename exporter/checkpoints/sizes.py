@@ -1,7 +1,7 @@
 """A model's parameters from its ``config.json`` alone, for ``suggest`` and ``plan``, which run without torch.
 
-Families with ordinary layers are listed here, and tests compare each with transformers' modules. For other families,
-and if a configuration leaves a size to its family's default, transformers creates the model on the meta device.
+Families with ordinary layers are listed here; tests compare each with transformers' modules. For other families, and
+for sizes that a configuration leaves to its family's defaults, transformers creates the model on the meta device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specexport.exporter.checkpoints.documents import CONFIG, INDEX, SINGLE
 from specexport.exporter.checkpoints.locate import locate
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Configuration fields with the number of such layers."""
+"""Configuration fields with the number of MTP layers."""
 _MAX_SIZE = 1 << 24
 
 
@@ -26,7 +26,7 @@ class Parameter(NamedTuple):
     """A parameter of a model.
 
     Attributes:
-        shape: its shape; tied parameters count once.
+        shape: the parameter's shape.
         table: whether it is an embedding table.
         head: whether it projects to logits.
         share: for a stack of experts, the share that a token uses; None for other parameters.
@@ -51,7 +51,7 @@ class ModelSizes:
         hidden: width of the residual stream.
         intermediate: width of the MLPs.
         row: bytes of a token's keys and values in all layers, at 16 bits each.
-        positions: the longest text that it was made for, in tokens; None if the configuration does not say.
+        positions: the longest supported text, in tokens; None if the configuration does not say.
     """
 
     parameters: tuple[Parameter, ...]
@@ -76,12 +76,12 @@ class ModelSizes:
 
 
 class _Family(NamedTuple):
-    """How a family's layers differ from Llama's.
+    """Differences of a family's layers from Llama's.
 
     Attributes:
         norms: number of norm vectors of the hidden size in a layer.
-        head_norms: norms of queries and keys: vectors of a head's size, of all heads, or none.
-        qkv_bias: whether there is a bias, or the configuration key that says so; likewise the others.
+        head_norms: size of the norm vectors of queries and keys: ``head``, ``all`` heads, or empty for no norms.
+        qkv_bias: whether there is a bias, or the configuration key that tells; likewise for other biases.
         true: configuration keys that are true by default.
         head_dim: default head size; None for the hidden size divided by the number of heads.
         experts: the configuration keys of the number and width of experts, for mixtures.
@@ -182,10 +182,10 @@ def sizes_from_config(document: Mapping[str, Any]) -> ModelSizes:
 
 
 def require_positions(tokens: int, positions: int, source: str) -> None:
-    """Refuses a context that is longer than what a model was made for.
+    """Checks that a model supports a context.
 
     Raises:
-        BuildError: it is.
+        BuildError: the context is too long.
     """
     if tokens > positions:
         raise BuildError(
@@ -208,7 +208,7 @@ def has_mtp(folder: Path, layers: int) -> bool:
                 names = list(file.keys())
         else:
             names = list(json.loads((folder / INDEX).read_bytes())["weight_map"])
-    except Exception:  # a build reports what is wrong with the file
+    except Exception:  # a build reports the fault of the file
         return False
     return any(name.startswith(("mtp.", f"model.layers.{layers}.")) for name in names)
 

@@ -117,11 +117,11 @@ class _Splitter:
         return _SumOfRanks(module)
 
     def experts(self, module: Any, name: str, plan: dict[str, str]) -> torch.nn.Module:
-        """Keeps a share of each expert's columns, as of any other product's."""
+        """Keeps a share of each expert's columns, like :meth:`columns`."""
         for key, parameter in list(module.named_parameters(recurse=False)):
             style = plan.get(key)
             if style not in ("packed_colwise", "colwise", "rowwise") or key.endswith("bias"):
-                raise BuildError(f"its experts have {key}, which transformers does not say how to split")
+                raise BuildError(f"its experts have {key}, which transformers has no plan to split")
             axis = (-1 if style == "rowwise" else -2) % parameter.dim()
             if module.is_transposed:
                 axis = 2 * parameter.dim() - 3 - axis
@@ -132,20 +132,20 @@ class _Splitter:
 
 
 def split(model: Any, rank: int, ranks: int) -> Any:
-    """One rank's share of a transformers causal LM, which is left unchanged and shares the parts that are not split.
+    """A rank's share of a transformers causal LM, which shares the unsplit parts; the model itself is unchanged.
 
-    Attention heads and the products of MLPs and experts are split, and so are the rows of the embedding and of the head
-    if their number is divisible.
+    Attention heads, the products of MLPs and experts, and, if their number is divisible, the rows of the embedding and
+    of the head are split.
 
     Raises:
-        BuildError: transformers does not say how to split the family, or a size is not divisible.
+        BuildError: transformers has no plan to split the family, or a size is not divisible.
     """
     splitter = _Splitter(model, rank, ranks)
     rank_model = splitter.model
     embedding, head = rank_model.get_input_embeddings(), rank_model.get_output_embeddings()
     layers = {name: style for name, style in (model.tp_plan or {}).items() if ".*." in name}
     if not layers:
-        raise BuildError("transformers does not say how to split it (base_model_tp_plan)")
+        raise BuildError("transformers has no plan to split it (base_model_tp_plan)")
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): (name, style) for name, style in layers.items()}
     for name, module in list(rank_model.named_modules()):
         split_kind = next((kind for pattern, kind in patterns.items() if pattern.fullmatch(name)), None)
@@ -175,7 +175,7 @@ def split(model: Any, rank: int, ranks: int) -> Any:
 
 
 def split_checkpoint(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
-    """One rank's share of a loaded target; see :func:`split`.
+    """A rank's share of a loaded target; see :func:`split`.
 
     Raises:
         BuildError: it cannot be split; names the family.

@@ -1,7 +1,7 @@
-"""Tensors of checkpoints: in files, quantized, or as weights of a loaded model that stay in the files.
+"""Tensors of checkpoints, which may be quantized, and loaded models whose large matrices stay in the files.
 
-Large matrices are read when they are needed, and then released. Meanwhile the model holds a stand-in of the same shape,
-which takes no memory and consists of NaN, so that accidental use shows in the results.
+Such a matrix is read when it is needed, and then released. In the meantime the model holds a stand-in of the same
+shape, which takes no memory and consists of NaN, so that accidental use shows in the results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Kind = Literal["int4", "int8", "fp8"]
 LARGE = 1 << 18
 """Minimum number of elements of a tensor that stays in its file."""
 _MIN_SIDE = 16
-"""Minimum number of its rows and of its columns."""
+"""Minimum number of rows, and of columns, of such a tensor."""
 _STORED, _FORM = "stored_tensor", "stored_form"
 
 
@@ -54,7 +54,7 @@ class StoredTensor:
         return "F" in self.dtype
 
     def finite(self, path: Path) -> torch.Tensor:
-        """Reads it in fp32.
+        """Reads the tensor in fp32.
 
         Raises:
             BuildError: it has numbers that are not finite; names the tensor and ``path``.
@@ -67,7 +67,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Factors:
-    """Numbers ``[...,G,N]``, stored as small integers times numbers that several of them share.
+    """Numbers ``[...,G,N]``, stored as products of small integers and shared factors.
 
     Attributes:
         coarse: fp16 or fp32 ``[...,S,N]``, each shared by ``G/S`` neighbours.
@@ -99,7 +99,7 @@ class Scales:
     """The quantization of a matrix ``[...,K,N]`` of a graph: ``scale * (integer - zero) + offset``.
 
     Attributes:
-        kind: the smallest type that holds its integers, signed unless there are offsets; ``fp8``: float8_e4m3fn.
+        kind: the smallest type that holds its integers, signed unless there are offsets; fp8 is float8_e4m3fn.
         group: number of neighbouring rows that share scales; K for one scale per column.
         scale: ``[...,K/group,N]``.
         zero: int8 like ``scale``; None if all are 0.
@@ -114,7 +114,7 @@ class Scales:
 
     @property
     def plain(self) -> bool:
-        """Whether every backend reads them: there are no zero points, offsets or second level of scales."""
+        """Whether there are no zero points, offsets or second level of scales, so that every backend reads them."""
         return self.zero is None and self.offset is None and self.scale.fine is None
 
     def values(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int8] | None, npt.NDArray[np.float32] | None]:
@@ -139,7 +139,7 @@ class Blocks:
     """A matrix in blocks that share a scale: ``scale * (integers - zero)``, or ``scale * integers``.
 
     Attributes:
-        integers: int8, shaped like the matrix; four-bit ones in -8..7. Those of fp8 are numbers of that type.
+        integers: int8, shaped like the matrix, -8..7 for int4; for fp8, numbers of that type.
         scale: float32, shaped like the matrix with its axis divided by the block.
         zero: int8 like ``scale``, or None.
     """
@@ -206,7 +206,7 @@ def require_tensors(
     path: Path,
     stored: Mapping[str, StoredTensor],
     shapes: Mapping[str, tuple[int, ...]],
-    what: str,
+    described: str,
     optional: AbstractSet[str] = frozenset(),
     spelled: Callable[[str], str] = repr,
 ) -> None:
@@ -214,9 +214,9 @@ def require_tensors(
 
     Args:
         path: the checkpoint.
-        stored: its tensors by name.
-        shapes: the expected ones, by the same names.
-        what: the checkpoint as its configuration describes it, for errors.
+        stored: the checkpoint's tensors by name.
+        shapes: the expected shapes, by the same names.
+        described: the checkpoint as its configuration describes it, for errors.
         optional: names that may be missing.
         spelled: returns the names of a missing tensor in files, for errors.
 
@@ -225,13 +225,13 @@ def require_tensors(
     """
     for name, tensor in stored.items():
         if name not in shapes:
-            raise BuildError(f"{path}: tensor {tensor.name!r} is not part of {what}")
+            raise BuildError(f"{path}: tensor {tensor.name!r} is not part of {described}")
         if tensor.shape != shapes[name]:
             raise BuildError(
-                f"{path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected {list(shapes[name])} in {what}"
+                f"{path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected {list(shapes[name])} in {described}"
             )
     for name in sorted(shapes.keys() - stored.keys() - optional):
-        raise BuildError(f"{path}: no tensor {spelled(name)}; expected it in {what}")
+        raise BuildError(f"{path}: no tensor {spelled(name)}; expected it in {described}")
 
 
 def shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -242,7 +242,7 @@ def shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 def save_head_tensors(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], file: str = SINGLE
 ) -> None:
-    """Writes the checkpoint of heads or of a draft: its ``config.json`` and one safetensors file."""
+    """Writes the checkpoint of heads or of a draft: a ``config.json`` and a safetensors file."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -256,7 +256,7 @@ def share_weights(folder: Path) -> None:
 
 
 def pickled_tensors(path: Path) -> list[StoredTensor]:
-    """The tensors of a file pickled by torch, memory-mapped, so that unused ones are not read. No code in it runs.
+    """The tensors of a file pickled by torch, memory-mapped so that unused tensors are not read. No code in it runs.
 
     Raises:
         BuildError: it holds anything other than named tensors.
@@ -296,7 +296,7 @@ class StandIns:
         self._stored: dict[int, StoredTensor] = {}
 
     def tensor_to_load(self, tensor: StoredTensor) -> torch.Tensor:
-        """The tensor to load: a stand-in for a large one."""
+        """The tensor itself, or a stand-in if it is large."""
         shapes = {self._shapes.get(name) for name in (tensor.name, f"{self._prefix}{tensor.name}")}
         # Narrow matrices belong to convolutions, whose weights the surrounding module reads.
         matrix = len(tensor.shape) > 1 and min(tensor.shape[-2:]) >= _MIN_SIDE

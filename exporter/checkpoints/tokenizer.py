@@ -56,11 +56,11 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
     # Imported here: torch takes seconds.
     from transformers import AutoTokenizer
 
-    from specexport.exporter.checkpoints.config import read_model_config
+    from specexport.exporter.checkpoints.config import read_configs
 
-    read_model_config(path)  # transformers reads the kind of tokenizer from it
+    config, _ = read_configs(path)
     try:
-        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)
     except Exception as error:  # from missing files to malformed JSON
         broken = next((why for name in _TOKENIZER_FILES if (why := _fault(path / name)) is not None), None)
         reason = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
@@ -83,7 +83,7 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
 
 
 def _fault(path: Path) -> str | None:
-    """What is wrong with a file that should hold a JSON object; None if nothing is, or if there is no file."""
+    """The error of a malformed JSON file; None for a missing or valid file."""
     if path.is_file():
         try:
             read_object(path)
@@ -93,7 +93,7 @@ def _fault(path: Path) -> str | None:
 
 
 def _missing_reader(folder: Path) -> str | None:
-    """Asks to install the package that a folder's tokenizer needs, as transformers may name another one."""
+    """A request to install the package that a folder's tokenizer needs; transformers may name another package."""
     if (folder / "tokenizer.json").is_file():
         return None
     for file in map(folder.joinpath, _SENTENCEPIECE):
@@ -188,7 +188,7 @@ def chat_templates(folder: Path, tokenizer: Any) -> dict[str, str]:
 
 
 def other_template(folder: Path, used: Mapping[str, str]) -> SettingNote | None:
-    """A warning if the processor has another template than the one that is used."""
+    """A warning if the processor's template differs from ``used``."""
     place, templates = _of_processor(folder) or (folder, {})
     if not templates or templates.get(DEFAULT_TEMPLATE) == used.get(DEFAULT_TEMPLATE):
         return None

@@ -1,1 +1,1 @@
-"""From a bundle's ONNX graphs to engines of TensorRT and TensorRT-RTX. Needs the ``[compile]`` extra; no torch."""
+"""Compiles a bundle's ONNX graphs to engines of TensorRT and TensorRT-RTX. Needs the ``[compile]`` extra; no torch."""

@@ -1,4 +1,4 @@
-"""``specexport compile``: gives a bundle engines of its graphs."""
+"""``specexport compile``: adds engines to a bundle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from specexport.exporter.engines.source import CompileJob, model_jobs, program_j
 
 @dataclass(frozen=True)
 class CompileReport:
-    """The result of a compilation."""
+    """The result of compiling a bundle's engines."""
 
     engines: tuple[EngineReport, ...]
     runtime: EngineRuntime
@@ -48,8 +48,8 @@ class CompileReport:
 def compile_bundle(folder: Path, options: CompileOptions, progress: Progress | None = None) -> CompileReport:
     """Compiles every graph of a bundle and lists the engines in its manifest.
 
-    Existing engines for other devices and libraries stay; those for the same ones are replaced. The manifest is
-    replaced atomically at the end, so a compilation that fails or is killed leaves the bundle unchanged.
+    Existing engines for other devices and libraries stay; engines for the same device and library are replaced. The
+    manifest is replaced atomically at the end, so a compilation that fails or is killed leaves the bundle unchanged.
 
     Raises:
         BuildError: the library is not installed, does not support the device, or refuses a graph; the bundle accepts
@@ -61,11 +61,11 @@ def compile_bundle(folder: Path, options: CompileOptions, progress: Progress | N
 
 
 def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, report: Progress) -> CompileReport:
-    """:func:`compile_bundle` for a bundle that this process has already locked or is still writing."""
+    """As :func:`compile_bundle`, for a bundle that this process has locked or is still writing."""
     check_files(folder, manifest, hashes=False)
     if manifest.target.embedding_size is not None and options.backend in COMPILERS:
         raise BuildError(
-            f"{folder}: was built with --inputs-embeds, and engines read only tokens; build it without to compile it"
+            f"{folder}: was built with --inputs-embeds, but engines only read tokens; build it without the flag"
         )
     if manifest.has_states:
         raise BuildError(
@@ -74,14 +74,15 @@ def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, re
         )
     check_batches(options.engine_batch_sizes, manifest.batch_sizes)
     for role, model in manifest.models.items():
+        name = manifest.model_names[role]
         if model.precision.only_cpu:
             raise BuildError(
-                f"{folder}: the {role}'s {model.precision.weights} matrices have zero points, or other scales that are "
+                f"{folder}: the {name}'s {model.precision.weights} matrices have zero points, or other scales that are "
                 f"for CPUs only; build with --backend {options.backend}, which rounds them for that"
             )
         if options.backend in COMPILERS and _transposes_integers(folder / model.graph.master):
             raise BuildError(
-                f"{folder}: the {role}'s head is stored once with its embedding, which {options.backend} does not "
+                f"{folder}: the {name}'s head is stored once with its embedding, which {options.backend} does not "
                 f"read; build with --backend {options.backend}, which stores it apart"
             )
     if options.backend not in COMPILERS:
@@ -92,7 +93,7 @@ def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, re
     capabilities = tuple(map(dotted, _capabilities(library, options, _stored(manifest)))) if library else ()
     compiler = _Compiler(folder, manifest, options, library, capabilities, report)
     models = {role: compiler.model(model) for role, model in manifest.models.items()}
-    # The host takes the steps of a split target.
+    # The host runs the steps of a split target.
     graphs = () if manifest.target.ranks else manifest.program or _trace_program(folder, manifest)
     program = tuple(map(compiler.program, graphs))
     new = msgspec.structs.replace(
@@ -111,7 +112,7 @@ def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, re
 
 
 def _transposes_integers(path: Path) -> bool:
-    """Whether a graph transposes a constant of integers; compilers take those only before a DequantizeLinear."""
+    """Whether a graph transposes integer constants, which compilers accept only before a DequantizeLinear."""
     graph = onnx.load(path, load_external_data=False).graph
     constants = {constant.name for constant in graph.initializer if constant.data_type == onnx.TensorProto.INT8}
     return any(node.op_type == "Transpose" and node.input[0] in constants for node in graph.node)
@@ -119,7 +120,7 @@ def _transposes_integers(path: Path) -> bool:
 
 @dataclass
 class _Compiler:
-    """Compiles the graphs of one bundle; without a ``library`` it only rewrites them."""
+    """Compiles the graphs of a bundle; without a ``library`` it only rewrites them for onnxruntime."""
 
     folder: Path
     manifest: Manifest
@@ -130,10 +131,10 @@ class _Compiler:
     reports: list[EngineReport] = field(default_factory=list)
 
     def model(self, model: Model) -> Model:
-        """The model with its engines, those of every rank if it is split."""
+        """The model with its engines, or, if it is split, with those of every rank."""
         compute = self.options.compute or default_compute(model.precision.weights)
         new = []
-        # A profile for one token at a time makes only compiled engines store the weights twice.
+        # An additional profile for one token at a time makes compiled engines store the weights twice.
         plain = self.options.plain_profile or self.library is None
         ranks = len(model.ranks)
         for rank in range(max(1, ranks)):
@@ -145,7 +146,7 @@ class _Compiler:
         return msgspec.structs.replace(model, engines=(*self._kept(model.engines), *new))
 
     def program(self, graph: ProgramGraph) -> ProgramGraph:
-        """A graph of the step program with its engines; the graph that moves cache rows has the caches' type."""
+        """A graph of the step program with its engines; the commit graph computes in the caches' type."""
         moves_rows, weights = isinstance(graph, Commit), self.manifest.target.precision.weights
         compute = self.options.compute or default_compute(weights) if moves_rows else "fp32"
         new = []
@@ -157,7 +158,7 @@ class _Compiler:
     def _source(
         self, master: str, compute: ComputedIn, job: CompileJob, engines: tuple[CompiledEngine, ...], ranks: int = 0
     ) -> Path:
-        """The graph to compile: written, unless another engine was compiled from the same one."""
+        """The graph to compile; it is written unless an engine exists that was compiled from it."""
         drafts = f".k{job.drafts}" if job.drafts else ""
         slots = ".slots" if job.several else ""  # B is symbolic there
         kind = "" if self.library else ".cuda"
@@ -175,12 +176,12 @@ class _Compiler:
         return self.options.engine_batch_sizes if self.library else self.manifest.batch_sizes
 
     def _kept(self, engines: tuple[CompiledEngine, ...]) -> tuple[CompiledEngine, ...]:
-        """The engines of other libraries and devices, which stay."""
+        """The engines of other libraries and devices, which are kept."""
         replaced = (self.options.backend, self.capabilities)
         return tuple(engine for engine in engines if (engine.runtime, engine.compute_capabilities) != replaced)
 
     def _engine(self, source: Path, job: CompileJob, compute: ComputedIn, rank: int = 0) -> CompiledEngine:
-        """Compiles a graph; without a library, its source is what onnxruntime opens."""
+        """Compiles a graph; without a library, the source itself is the engine."""
         output = source
         if self.library is None:
             report = _source_report(source, len(job.profiles))
@@ -205,7 +206,7 @@ class _Compiler:
     def _with_segments(
         self, engine: CompiledEngine, job: CompileJob, engines: tuple[CompiledEngine, ...]
     ) -> CompiledEngine:
-        """A rank's graph with its segments, which are written unless another engine of the same graph has them."""
+        """A rank's graph with its segments; they are written unless another engine of the same graph has them."""
         segments = next((other.segments for other in engines if other.source == engine.source and other.segments), ())
         if not segments:
             written = write_segments(self.folder / engine.source, job.fixed)
@@ -213,7 +214,7 @@ class _Compiler:
         return msgspec.structs.replace(engine, segments=segments)
 
     def _unlisted(self, path: Path) -> Path:
-        """The path, numbered if the manifest lists it: listed files must stay whole until the manifest is replaced."""
+        """The path, with a number if the manifest lists it: listed files stay until the manifest is replaced."""
         listed = {self.folder / entry.path for entry in self.manifest.files}
         unlisted, number = path, 1
         while unlisted in listed:
@@ -231,7 +232,7 @@ def _source_report(source: Path, profiles: int) -> EngineReport:
 
 
 def default_compute(weights: StoredAs) -> ComputedIn:
-    """The default type of activations: that of the weights, or fp16 if these take 8 bits or fewer."""
+    """The default type of activations: the weights' type, or fp16 for weights of 8 bits or fewer."""
     return weights if weights == "fp32" or weights == "bf16" else "fp16"
 
 
@@ -250,7 +251,7 @@ def _check_bfloat16(manifest: Manifest, compute: ComputedIn | None) -> None:
 
 
 def _stored(manifest: Manifest) -> set[StoredAs]:
-    """How the matrices of a bundle's graphs are stored."""
+    """The precisions of the matrices of a bundle's graphs."""
     return {manifest.target.precision.weights}.union(*(method.stored for method in manifest.methods))
 
 
@@ -261,8 +262,8 @@ def _capabilities(library: CompilerLibrary, options: CompileOptions, stored: set
         devices = options.compute_capability
         if devices and set(devices) != {here}:
             raise BuildError(
-                f"compute_capability is {', '.join(map(dotted, devices))}, but TensorRT compiles for the "
-                f"device it runs on only, which is {dotted(here)}; leave it out, or compile on that device"
+                f"compute_capability is {', '.join(map(dotted, devices))}, but TensorRT compiles only for "
+                f"the device that it runs on, {dotted(here)}; leave it out, or compile on the other device"
             )
         check_stored(stored, (here,))
         return (here,)
@@ -298,7 +299,7 @@ def _this_device() -> Capability:
 
 
 def _trace_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...]:
-    """Traces the step program of a bundle that was built without one; plain decoding needs none if torch is missing."""
+    """Traces the step program of a bundle that was built without one; plain decoding works without it."""
     try:
         from specexport.exporter.trace import write_program
     except ImportError as error:
@@ -312,14 +313,14 @@ def _trace_program(folder: Path, manifest: Manifest) -> tuple[ProgramGraph, ...]
 
 
 def _with_files(folder: Path, old: Manifest, new: Manifest) -> Manifest:
-    """The new manifest with entries for its engines' files, without files that only the old one used."""
+    """The new manifest with entries for its engines' files, without those that only the old manifest used."""
     old_files, new_files = (_files(folder, manifest) for manifest in (old, new))
     kept = tuple(entry for entry in old.files if entry.path not in old_files | new_files)
     return msgspec.structs.replace(new, files=(*kept, *(file_entry(folder, path) for path in sorted(new_files))))
 
 
 def _files(folder: Path, manifest: Manifest) -> set[str]:
-    """The step program's graphs, the engines, the graphs they were compiled from, and weights converted for those."""
+    """The files of the step program and the engines: graphs, engines, their sources and converted weights."""
     files = {graph.file for graph in manifest.program}
     for engine in manifest.engines:
         converted = Path(engine.source).with_suffix(".bin").as_posix()

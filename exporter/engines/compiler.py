@@ -45,7 +45,7 @@ def load_library(runtime: EngineRuntime) -> CompilerLibrary:
     """Imports a library, and polygraphy for it.
 
     Raises:
-        BuildError: it is not installed, or this process already uses the other one.
+        BuildError: it is not installed, or this process already uses the other library.
     """
     name = _MODULES[runtime]
     try:
@@ -61,8 +61,8 @@ def load_library(runtime: EngineRuntime) -> CompilerLibrary:
         config.USE_TENSORRT_RTX = runtime == "tensorrt-rtx"
     elif (runtime == "tensorrt-rtx") != config.USE_TENSORRT_RTX:
         raise BuildError(
-            f"this process compiles for {next(other for other in _MODULES if other != runtime)} already, and cannot "
-            f"for {runtime} too; use another process"
+            f"this process already compiles for {next(other for other in _MODULES if other != runtime)}, and cannot "
+            f"also compile for {runtime}; use another process"
         )
     with messages():
         polygraphy = importlib.import_module("polygraphy.backend.trt")
@@ -73,7 +73,7 @@ def require_collectives(library: CompilerLibrary, capabilities: Collection[Capab
     """Checks that a library and devices support the collective layers of a split target.
 
     Raises:
-        BuildError: one does not; says which do.
+        BuildError: they do not; names the versions and devices that do.
     """
     if older := sorted(device for device in capabilities if device < _COLLECTIVES_FROM):
         raise BuildError(
@@ -90,7 +90,7 @@ def require_collectives(library: CompilerLibrary, capabilities: Collection[Capab
 
 @contextlib.contextmanager
 def messages() -> Iterator[list[str]]:
-    """Collects the errors that the library and polygraphy would print, and keeps them from printing anything."""
+    """Collects the errors of the library and of polygraphy, and silences both."""
     from polygraphy.logger import G_LOGGER
 
     errors: list[str] = []
@@ -108,19 +108,19 @@ def messages() -> Iterator[list[str]]:
 
 def reason(errors: list[str]) -> str:
     """The first error among a library's messages, in one line."""
-    # Some messages only say that there is no driver, which compiling does not need.
+    # cudaError 35 means that there is no driver, which compiling does not need.
     reasons = [message for message in errors if "cudaError 35" not in message]
     return " ".join(reasons[0].split()) if reasons else "it gave no reason"
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """The result of compiling one graph.
+    """The result of compiling a graph.
 
     Attributes:
         layers: number of the network's layers before the compiler fuses them.
         attentions: number of Attention operators; 0 if the graph spells attention out.
-        decomposed: why attention has no fused kernel; None if it has one.
+        decomposed: the reason why attention has no fused kernel; None if it has one.
     """
 
     file: str
@@ -139,7 +139,7 @@ def compile_graph(
     library: CompilerLibrary,
     capabilities: tuple[Capability, ...],
 ) -> EngineReport:
-    """Compiles an ONNX graph, for the shapes of its profiles only: the sizes of every symbolic dimension.
+    """Compiles an ONNX graph for the shapes of its profiles, which give the sizes of all symbolic dimensions.
 
     Raises:
         BuildError: the library refuses the graph, or its network differs from the ONNX graph.
@@ -170,13 +170,13 @@ def compile_graph(
 
 
 class _RefusedError(Exception):
-    """The library refuses a graph, for the reason in the message."""
+    """The library refuses a graph; the message has the reason."""
 
 
 def _attempt(
     source: Path, graph: onnx.GraphProto, library: CompilerLibrary, config: Any, *, decompose: bool
 ) -> tuple[Any, int, int]:
-    """Compiles once: the serialized engine, and the numbers of its network's layers and Attention operators."""
+    """Compiles once; returns the engine, and the numbers of its network's layers and Attention operators."""
     from polygraphy.exception import PolygraphyException
 
     with messages() as errors:
@@ -191,7 +191,7 @@ def _attempt(
 
 
 def _config(library: CompilerLibrary, capabilities: tuple[Capability, ...], profiles: list[Any]) -> Any:
-    # Auxiliary streams would fork every captured graph, and a model this narrow leaves little to overlap.
+    # Auxiliary streams would fork every captured graph, and such a narrow model leaves little to overlap.
     settings: dict[str, Any] = {"profiles": profiles, "max_aux_streams": 0}
     if library.runtime == "tensorrt":
         return library.polygraphy.CreateConfig(**settings)

@@ -12,7 +12,7 @@ from specexport.contract.options import Options, option
 
 Capability = tuple[int, int]
 FP8_CAPABILITY: Capability = (8, 9)
-"""The first to know float8_e4m3fn."""
+"""The first compute capability with float8_e4m3fn."""
 _engine = partial(option, group="engines: for --backend tensorrt and tensorrt-rtx; --compute for onnxruntime-cuda too")
 
 
@@ -45,15 +45,16 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 class CompileOptions(Options, frozen=True):
-    """How to compile a bundle's graphs.
+    """Options of compiling a bundle's graphs.
 
     Attributes:
-        backend: the library that compiles the engines and runs them.
+        backend: library that compiles the engines and runs them.
         compute: type of activations and the KV cache (default: fp32 for fp32 weights, bf16 for bf16, else fp16).
-        compute_capability: devices to compile for, such as 86,89,120 (default: TensorRT-RTX, all it knows from 8.0 on,
-            for fp8 from 8.9 on; TensorRT, the device of this machine).
-        engine_batch_sizes: batch sizes to compile for, such as 1,4, of the bundle's.
-        plain_profile: also compile for one token at a time; stores the weights twice, but plain decoding is not padded.
+        compute_capability: devices to compile for, such as 86,89,120 (default: for TensorRT-RTX all from 8.0 on, for
+            fp8 from 8.9 on; for TensorRT the device of this machine).
+        engine_batch_sizes: batch sizes of the bundle to compile for, such as 1,4.
+        plain_profile: also compile for one token at a time; plain decoding is then not padded, but weights are stored
+            twice.
     """
 
     backend: EngineRuntime
@@ -65,10 +66,10 @@ class CompileOptions(Options, frozen=True):
     plain_profile: Annotated[bool, _engine()] = False
 
     def check(self) -> None:
-        """Checks options against the library.
+        """Checks the options against the backend.
 
         Raises:
-            BuildError: it needs no engines for some devices or sizes, or there are no sizes.
+            BuildError: options of engines were given for onnxruntime-cuda, or there are no batch sizes.
         """
         chosen = self.compute_capability or self.engine_batch_sizes != (1,) or self.plain_profile
         if self.backend not in COMPILERS and chosen:
@@ -82,10 +83,10 @@ class CompileOptions(Options, frozen=True):
 
 
 def check_stored(stored: Collection[str], capabilities: Collection[Capability]) -> None:
-    """Checks that devices compute in the types that a bundle's matrices are stored in.
+    """Checks that devices support the types of a bundle's matrices.
 
     Raises:
-        BuildError: one does not; names it.
+        BuildError: a device does not; names it.
     """
     older = sorted(device for device in capabilities if device < FP8_CAPABILITY)
     if "fp8" in stored and older:
@@ -97,14 +98,14 @@ def check_stored(stored: Collection[str], capabilities: Collection[Capability]) 
 
 
 def check_batches(wanted: Sequence[int], built: Sequence[int]) -> None:
-    """Checks that a bundle was built for the batch sizes that engines are to be compiled for.
+    """Checks that a bundle was built for the batch sizes of its engines.
 
     Raises:
-        BuildError: it was not; names one and what there is.
+        BuildError: it was not; names a missing size and the existing ones.
     """
     unknown = sorted(set(wanted) - set(built))
     if unknown:
         raise BuildError(
-            f"engine_batch_sizes has {unknown[0]}, and the bundle is built for {', '.join(map(str, built))}; choose of "
-            "these, or build it with that --max-batch-size"
+            f"engine_batch_sizes has {unknown[0]}, and the bundle is built for {', '.join(map(str, built))}; choose "
+            "among these, or build it with that --max-batch-size"
         )

@@ -29,10 +29,10 @@ _SMALL_CACHE = 1024
 
 @dataclass(frozen=True)
 class CompileJob:
-    """One engine to compile.
+    """An engine to compile.
 
     Attributes:
-        vocab: V, in graphs in which it is symbolic.
+        vocab: V, for graphs in which it is symbolic.
     """
 
     profiles: tuple[ShapePoint, ...]
@@ -40,13 +40,13 @@ class CompileJob:
 
     @property
     def drafts(self) -> int:
-        """K of a propose graph that drafts the same number of tokens in every profile; otherwise 0."""
+        """The K of a propose graph with the same K in every profile; 0 for other graphs."""
         numbers = {profile.drafts for profile in self.profiles}
         return numbers.pop() if len(numbers) == 1 else 0
 
     @property
     def several(self) -> bool:
-        """Whether it runs several slots at once; B then stays symbolic, as prompts are read one slot at a time."""
+        """Whether it runs several slots at once; B then stays symbolic, as prompts are read in single slots."""
         return any(profile.batch > 1 for profile in self.profiles)
 
     @property
@@ -56,15 +56,15 @@ class CompileJob:
 
     @property
     def fixed(self) -> dict[str, int]:
-        """The symbolic dimensions that all profiles share: B if it is 1, S if there is one cache size."""
+        """The symbolic dimensions with the same size in all profiles: B if it is 1, S if there is one cache size."""
         rows = {profile.cache for profile in self.profiles}
         return ({} if self.several else {"B": 1}) | ({"S": rows.pop()} if len(rows) == 1 else {})
 
 
 def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plain: bool) -> list[CompileJob]:
-    """The engine of a model, for steps of these batch sizes and for prompts, which are read one slot at a time.
+    """The engines of a model, for steps of these batch sizes and for prompts, which are read in single slots.
 
-    With ``plain`` it also has profiles for one token at a time, even if it has wider ones.
+    With ``plain``, an engine for wider steps also has profiles for one token at a time.
     """
     chunk = manifest.prefill_chunk
     if not model.cache:
@@ -80,8 +80,8 @@ def model_jobs(model: Model, manifest: Manifest, batches: Sequence[int], *, plai
     tokens = frozenset({CATCH_UP_TOKENS}) if owner is None else owner.call_widths
     if not tokens:
         return [CompileJob(tuple(points))]
-    # One token per call, K calls per step. TensorRT would store the weights for each of K unrolled passes (5.4 times
-    # their size at K = 4), and in yet another order for passes over one token: so a draft's call reads two tokens.
+    # One token per call, K calls per step: TensorRT would store the weights for each of K unrolled passes (5.4 times
+    # their size at K = 4). It would store them again for passes over one token, so a draft's call reads two tokens.
     runs = [*((batch, width) for batch in batches for width in tokens), (1, chunk)]
     return [CompileJob(tuple(sorted(ShapePoint(batch, width, s, 0, 1) for batch, width in runs for s in caches)))]
 
@@ -101,7 +101,7 @@ def engine_caches(sizes: list[int], lowering: LoweredAs) -> list[int]:
 
 
 def program_jobs(graph: ProgramGraph, manifest: Manifest, batches: Sequence[int]) -> list[CompileJob]:
-    """The engine of a graph of the step program, for every tree and batch size that needs it, if any does."""
+    """The engines of a graph of the step program, for all trees and batch sizes that need it."""
     caches = sorted({point.cache for point in manifest.target.graph.points})
     cache = engine_caches(caches, manifest.lowering)[-1]
     points = sorted(point for batch in batches for point in program_points(graph, manifest, batch, cache))
@@ -126,8 +126,8 @@ def write_source(
         compute: type of activations and of the KV cache.
         drafts: draft tokens of a propose graph: 1, or the number of its stages; 0 for a step graph.
         sizes: the symbolic dimensions that are the same in every profile; without B, several slots may run.
-        compiled: whether TensorRT compiles it: tables to look up are then in floating point, products take the tokens
-            of several slots as rows of one matrix, and ranks combine their parts within the graph.
+        compiled: whether TensorRT compiles it. Tables are then in floating point, products read the tokens of several
+            slots as the rows of a matrix, and ranks combine their parts within the graph.
         ranks: number of ranks that the model is split among; 0 if it is not split.
 
     Raises:
@@ -136,7 +136,7 @@ def write_source(
     model = ir.load(master)
     if any(node.op_type == "If" for node in ir.traversal.RecursiveGraphIterator(model.graph)):
         raise BuildError(
-            f"{master}: its experts are branches, which only CPUs run; build it with the --backend that it is to run on"
+            f"{master}: its experts are branches, which only CPUs run; build it with the --backend that will run it"
         )
     converted = output.with_suffix(".bin")
     with DataFile(converted) as file:
@@ -158,7 +158,7 @@ def write_segments(source: Path, sizes: dict[str, int]) -> list[Path]:
 
     Args:
         source: a graph of :func:`write_source`.
-        sizes: see there.
+        sizes: the symbolic dimensions that are the same in every profile.
 
     Raises:
         BuildError: a value that is passed between segments has a size that no shape point determines.
@@ -169,7 +169,7 @@ def write_segments(source: Path, sizes: dict[str, int]) -> list[Path]:
             list(map(ShapePoint(1, 1, 1).size, map(str, value.shape or ("?",))))
     except KeyError as unknown:
         raise BuildError(
-            f"{source}: {value.name}, which goes from one segment to another, has an axis of unknown size, {unknown}; "
+            f"{source}: {value.name}, which is passed between segments, has an axis of unknown size, {unknown}; "
             "choose --backend onnxruntime, or build without --tensor-parallel"
         ) from None
     for at, segment in enumerate(segments):

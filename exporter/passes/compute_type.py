@@ -26,7 +26,7 @@ _NARROW_OPS = {"MatMul", "Attention", "TensorScatter", "RotaryEmbedding"}
 _NORM_OPS = {"RMSNormalization", "LayerNormalization"}
 _WIDE_OPS = {"Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Softmax", "Exp", "Log", "Cos", "Sin", "CumSum"}
 HALF_TYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
-"""The 16-bit types by their names in options."""
+"""The 16-bit types, by their names in options."""
 
 Store = Callable[[str, ir.DataType, npt.NDArray[np.generic]], ir.TensorProtocol]
 """Stores a converted constant, given its name, type and content."""
@@ -212,7 +212,7 @@ class _Narrowing:
 
 
 def _fill(node: ir.Node) -> npt.NDArray[np.float32]:
-    """The number ``[1]`` that a ConstantOfShape of float32 repeats."""
+    """The number that a ConstantOfShape of float32 repeats, ``[1]``."""
     value = node.attributes.get("value")
     return np.zeros(1, np.float32) if value is None else value.as_tensor().numpy()
 

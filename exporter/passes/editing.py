@@ -16,7 +16,7 @@ def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 
 def ancestors(values: Iterable[ir.Value | None]) -> set[ir.Value]:
-    """The values, and all values that they are computed from."""
+    """The values and everything that they are computed from."""
     visited: set[ir.Value] = set()
     waiting = list(values)
     while waiting:
@@ -29,7 +29,7 @@ def ancestors(values: Iterable[ir.Value | None]) -> set[ir.Value]:
 
 
 def needed_only_for(graph: ir.Graph, output: str) -> set[ir.Value]:
-    """The values that only this output of a graph depends on."""
+    """The values on which no other output of a graph depends."""
     matching = [value for value in graph.outputs if value.name == output]
     return ancestors(matching) - ancestors(value for value in graph.outputs if value.name != output)
 
@@ -42,13 +42,15 @@ def constant(graph: ir.Graph, name: str, array: npt.NDArray[Any]) -> ir.Value:
 
 
 def op(op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes: Any) -> ir.Node:
-    """A node with one output of this name; its own name differs, as TensorRT requires unique names."""
+    """A node with one output, called ``name``; TensorRT also requires unique names of nodes."""
     return ir.node(op_type, inputs, attributes, outputs=[ir.val(name)], name=f"{name}.node")
 
 
 def replace_value(value: ir.Value, by: ir.Value) -> None:
-    """Replaces a value in all its readers; as a graph output, the new value gets the old name."""
+    """Replaces a value everywhere; the new value takes over its type if it has none, and a graph output's name."""
     returned, name = value.is_graph_output(), value.name
     value.replace_all_uses_with(by, replace_graph_outputs=True)
+    if returned or by.type is None:
+        by.type, by.shape = value.type, value.shape
     if returned:
-        value.name, by.name, by.type, by.shape = f"{name}.stored", name, value.type, value.shape
+        value.name, by.name = f"{name}.stored", name

@@ -1,4 +1,4 @@
-"""Lowers a mixture's experts, gathered from their stacks, or each in its own branch."""
+"""Lowers the experts of a mixture: gathered from their stacks, or each in a branch of its own."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from specexport.exporter.passes.editing import ancestors, constant, producer
 from specexport.graphs.ops import EXPERTS_DOMAIN
 
 _GRAIN = 16
-"""An expert multiplies a multiple of this many rows, or all of them: onnxruntime's tiles are then full, so that a row's
-result does not depend on how many others chose the expert."""
+"""Experts multiply all rows or a multiple of this number, which fills onnxruntime's tiles. A row's result then does not
+depend on the number of other rows that chose the expert."""
 
 
 def lower_experts(model: ir.Model, *, branches: bool) -> None:
-    """Replaces the operator that :func:`specexport.graphs.experts.apply_experts` was traced to by standard ones.
+    """Replaces the operator that :func:`specexport.graphs.experts.apply_experts` traces with standard operators.
 
-    Gathered experts need no control flow. With ``branches``, each expert has its matrices ``[K,N]`` in a branch of an
-    If, which runs if a token chose it: ONNX Runtime packs them and fuses their dequantization, as for other products.
+    Gathered experts need no control flow. With ``branches``, the matrices ``[K,N]`` of each expert are in a branch of
+    an If, which runs if a token chose the expert: ONNX Runtime packs matrices and fuses their dequantization there.
     """
     for graph in (model.graph, *model.graph.subgraphs()):
         for node in [candidate for candidate in graph if candidate.domain == EXPERTS_DOMAIN]:
@@ -34,7 +34,7 @@ def lower_experts(model: ir.Model, *, branches: bool) -> None:
 
 
 def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
-    """Adds an If per expert, which adds its output to the running sum ``[N,H]``; returns the last sum."""
+    """Inserts an If for each expert, which adds the expert's output to a running sum; returns the sum ``[N,H]``."""
     _, hidden, rows, products, index, weights = (_required(value) for value in node.inputs)
     region = _nodes_between(hidden, rows, products)
     gathered = [value for source in region for value in source.inputs if _stack(value) is not None]
@@ -43,8 +43,8 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     count = next(iter(tensors.values())).shape.numpy()[0]
     name, tape = node.outputs[0].name, Tape()
 
-    def add(nodes: Tape, what: str, op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
-        output: ir.Value = nodes.op(op_type, inputs, attributes, output=ir.val(f"{name}.{what}"))
+    def add(nodes: Tape, result: str, op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
+        output: ir.Value = nodes.op(op_type, inputs, attributes, output=ir.val(f"{name}.{result}"))
         return output
 
     def number(*numbers: int) -> ir.Value:
@@ -67,12 +67,14 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     shares = add(tape, "shares", "ReduceSum", weighted, number(2), keepdims=0)
     total = add(tape, "nothing", "Mul", hidden, constant(graph, "experts.nothing", np.array(0, np.float32)))
 
-    read = functools.lru_cache(len(tensors))(lambda stack: tensors[stack].numpy())  # once for all of its experts
+    read = functools.lru_cache(len(tensors))(lambda stack: tensors[stack].numpy())  # once for all experts of a stack
     parts = zip(each(used), each(sizes), each(chosen), each(shares), strict=True)
     for expert, (is_used, size, selected_by, share) in enumerate(parts):
         prefix, branch = f"{expert}.", Tape()
-        best = [ir.val(f"{name}.{prefix}{what}") for what in ("best", "token")]
-        _, token = branch.op_multi_out("TopK", [selected_by, size], outputs=best)  # [1,M]: its tokens, then others
+        best = [ir.val(f"{name}.{prefix}{result}") for result in ("best", "token")]
+        _, token = branch.op_multi_out(
+            "TopK", [selected_by, size], outputs=best
+        )  # [1,M]: the expert's tokens, then others
         mapped: dict[ir.Value, Any] = {rows: add(branch, f"{prefix}rows", "Gather", hidden, token, axis=0)}
         matrices = {stack: _expert(stack, tensors[stack], expert, read) for stack in stacks.values()}
         mapped |= {value: matrices[stack] for value, stack in stacks.items()}
@@ -105,7 +107,7 @@ def _required(value: Any) -> Any:
 
 
 def _stack(value: ir.Value | None) -> ir.Value | None:
-    """The stack of all experts' matrices, or biases, that a value was gathered from."""
+    """The stack of all experts' matrices or biases from which a value was gathered; None for other values."""
     gather = producer(value, "Gather")
     stack = gather.inputs[0] if gather is not None else None
     return stack if stack is not None and stack.const_value is not None else None
@@ -124,7 +126,7 @@ def _expert(stack: ir.Value, tensor: ir.TensorProtocol, expert: int, read: Any) 
 
 
 def _nodes_between(hidden: ir.Value, rows: ir.Value, outputs: ir.Value) -> list[ir.Node]:
-    """The nodes, in order, that compute ``outputs`` from ``rows`` and from values gathered from stacks."""
+    """The nodes that compute ``outputs`` from ``rows`` and gathered matrices, in order."""
     nodes: dict[ir.Node, None] = {}
     depends_on_rows = {**dict.fromkeys(ancestors([hidden]), False), rows: True}
 

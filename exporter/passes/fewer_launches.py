@@ -1,6 +1,6 @@
-"""Computes the same in fewer launches of a GPU, where sizes are known: mostly those of a single slot.
+"""Saves kernel launches on GPUs where sizes are known, mostly with a single slot.
 
-Views (Reshape, Squeeze, Unsqueeze) take none, unless they lead to an output of the graph, which has memory of its own.
+Views (Reshape, Squeeze, Unsqueeze) launch nothing, except before an output of the graph, which has its own memory.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.exporter.passes.editing import constant, op, producer, replace_value
-from specexport.exporter.passes.rotary_tables import viewed
+from specexport.exporter.passes.rotary_tables import source_of_view
 
 
 def use_fewer_launches(model: ir.Model, sizes: Mapping[str, int]) -> None:
-    """Replaces copies by views, gathered elements by gathered rows, and differences of sums by sums.
+    """Replaces copies with views, gathered elements with gathered rows, and differences of sums with sums.
 
     Args:
         model: changed in place.
-        sizes: those of symbolic dimensions that are the same in every run.
+        sizes: the sizes of symbolic dimensions that are the same in every run.
     """
     views = _Views(model.graph, sizes)
     for node in list(model.graph):
@@ -31,13 +31,13 @@ def use_fewer_launches(model: ir.Model, sizes: Mapping[str, int]) -> None:
         elif node.op_type == "Sub":
             _sum_before(model.graph, node)
     for value in list(model.graph.outputs):
-        views.end_in(value)
+        views.drop_last_view(value)
     passes.TopologicalSortPass()(model)
     passes.RemoveUnusedNodesPass()(model)
 
 
 def _sum_before(graph: ir.Graph, difference: ir.Node) -> None:
-    """``cumsum(x) - x`` is the sum of the numbers before."""
+    """Replaces ``cumsum(x) - x`` with an exclusive sum."""
     total, x = difference.inputs
     through = producer(total, "CumSum")
     if through is None or through.inputs[0] is not x:
@@ -46,7 +46,7 @@ def _sum_before(graph: ir.Graph, difference: ir.Node) -> None:
         return
     before = op("CumSum", through.inputs, f"{difference.outputs[0].name}.before", exclusive=1)
     graph.insert_after(difference, before)
-    _replace(difference.outputs[0], before.outputs[0])
+    replace_value(difference.outputs[0], before.outputs[0])
 
 
 class _Views:
@@ -56,13 +56,13 @@ class _Views:
         self._views: dict[tuple[ir.Value, tuple[int, ...]], ir.Value] = {}
 
     def _shape(self, value: ir.Value | None) -> list[int] | None:
-        """A value's shape, with -1 for what may change; None if not even its rank is known."""
+        """A value's shape, with -1 for unknown sizes; None if the rank is unknown."""
         if value is None or value.shape is None:
             return None
         return [dim if isinstance(dim, int) else self._sizes.get(str(dim.value), -1) for dim in value.shape]
 
     def _view(self, value: ir.Value, *shape: int) -> ir.Value:
-        value = viewed(value)
+        value = source_of_view(value)
         if (value, shape) not in self._views:
             name = "x".join(map(str, shape))
             sizes = constant(self._graph, f"view.{name}", np.array(shape))
@@ -72,7 +72,7 @@ class _Views:
         return self._views[value, shape]
 
     def squeeze(self, gather: ir.Node) -> None:
-        """The only element of an axis."""
+        """Replaces a Gather of the only element of an axis with a Squeeze."""
         data, index = gather.inputs
         shape, axis = self._shape(data), gather.attributes.get_int("axis", 0)
         at = ir.convenience.get_const_tensor(index) if index is not None else None
@@ -81,10 +81,10 @@ class _Views:
         axes = constant(self._graph, f"view.axis.{axis}", np.array([axis]))
         view = op("Squeeze", [data, axes], f"{gather.outputs[0].name}.view")
         self._graph.insert_after(gather, view)
-        _replace(gather.outputs[0], view.outputs[0])
+        replace_value(gather.outputs[0], view.outputs[0])
 
     def gather(self, gather: ir.Node) -> None:
-        """Elements at places that are the same along all other axes: rows, or single numbers of one row."""
+        """Replaces a GatherElements whose indices are the same along all other axes with a Gather."""
         data, places = gather.inputs
         expanded = producer(places, "Expand")
         index = places if expanded is None else expanded.inputs[0]
@@ -97,11 +97,11 @@ class _Views:
             return
         rows = op("Gather", [data, self._view(index, -1)], f"{gather.outputs[0].name}.rows", axis=axis)
         self._graph.insert_after(gather, rows)
-        _replace(gather.outputs[0], rows.outputs[0])
+        replace_value(gather.outputs[0], rows.outputs[0])
 
-    def end_in(self, output: ir.Value) -> None:
-        """An output that is a view of another value becomes that value, or is computed in its own shape."""
-        source, shape = viewed(output), self._shape(output)
+    def drop_last_view(self, output: ir.Value) -> None:
+        """Replaces an output that is a view with its source, or computes the source in the output's shape."""
+        source, shape = source_of_view(output), self._shape(output)
         node = source.producer()
         if source is output or shape is None or -1 in shape or node is None:
             return
@@ -111,7 +111,7 @@ class _Views:
             replace_value(output, source)
 
     def _gather_into(self, output: ir.Value, gather: ir.Node, shape: list[int]) -> None:
-        """Gathers numbers of one row in the shape of an output that is a view of them."""
+        """Gathers numbers of a single row directly in the shape of the output."""
         data, index = gather.inputs[:2] if gather.op_type == "Gather" else (None, None)
         row, axis = self._shape(data), gather.attributes.get_int("axis", 0)
         if data is None or index is None or not row or axis % len(row) != len(row) - 1 or set(row[:-1]) - {1}:
@@ -120,8 +120,3 @@ class _Views:
         node = op("Gather", inputs, f"{gather.outputs[0].name}.shaped")
         self._graph.insert_after(gather, node)
         replace_value(output, node.outputs[0])
-
-
-def _replace(old: ir.Value, new: ir.Value) -> None:
-    new.type, new.shape = old.type, old.shape
-    replace_value(old, new)

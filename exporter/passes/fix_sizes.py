@@ -1,4 +1,4 @@
-"""Fixes a graph's number of draft tokens and its sizes for a device."""
+"""Fixes the number of draft tokens and the sizes of a graph for a device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specexport.exporter.passes.editing import constant, op
 
 
 def fix_drafts(model: ir.Model, drafts: int) -> None:
-    """Makes a propose graph draft a fixed number of tokens: one, or one for each of a speculator's first stages.
+    """Makes a propose graph draft a fixed number of tokens: one, or one for each of the first stages of a speculator.
 
-    A device calls the loop's body once per draft token: a loop would wait for the host after each pass, and compilers
-    would store the weights for every unrolled copy of the body. Graphs that draft all tokens in one pass are unchanged.
+    On a device, the caller runs the body of the loop once per draft token: a Loop would wait for the host after each
+    pass, and compilers would store the weights for every unrolled pass. Graphs without a loop or stages stay unchanged.
     """
     loop = next((node for node in model.graph if node.op_type == "Loop"), None)
     if loop is not None:
@@ -52,11 +52,11 @@ def _first_pass(model: ir.Model, loop: ir.Node) -> None:
 
 
 def _remove_empty_joins(graph: ir.Graph, empty: dict[ir.Value, ir.Value]) -> None:
-    """Removes the concatenation of earlier passes' rows, which are empty, with those of this pass: two copies a layer.
+    """Removes the concatenations of earlier passes' rows, which are empty, with this pass's: two copies per layer.
 
     Args:
         graph: changed in place.
-        empty: the empty rows, each with a cache that differs from them only in the number of rows.
+        empty: the caches of the empty rows, which have the same shape but for the number of rows.
     """
     for node in list(graph):
         source = node.inputs[0] if node.inputs else None
@@ -73,7 +73,7 @@ def _remove_empty_joins(graph: ir.Graph, empty: dict[ir.Value, ir.Value]) -> Non
 
 
 def fix_sizes(model: ir.Model, sizes: Mapping[str, int]) -> None:
-    """Gives symbolic dimensions their sizes; those without one stay symbolic."""
+    """Replaces symbolic dimensions with their ``sizes``; dimensions without a size stay symbolic."""
     for value in (*model.graph.inputs, *model.graph.outputs):
         if value.shape is not None:
             dims = [dim if isinstance(dim, int) else sizes.get(str(dim.value), dim) for dim in value.shape]

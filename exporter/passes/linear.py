@@ -1,6 +1,6 @@
-"""Canonicalizes products with weights to ``MatMul(x, W)``, with an initializer ``W [K,N]``.
+"""Canonicalizes products with weights to ``MatMul(x, W)`` with an initializer ``W [K,N]``.
 
-Products of the same input are joined: the query, key and value projections, and the gate and up projections.
+Products with the same input are joined: query, key and value projections; gate and up projections.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FORM = "form"
 def canonical_weights(model: ir.Model) -> None:
     """Turns Gemm into MatMul and Add, and ``Transpose(weight)`` into the transposed weight under the same name.
 
-    A weight is read and transposed when it is written. A weight with other readers (an embedding tied to the head)
-    keeps its Transpose, so that it is stored once.
+    A weight is read and transposed only when it is written. A weight with several readers (an embedding tied to the
+    head) keeps its Transpose, so that it is stored once.
     """
     for node in list(model.graph):
         if node.op_type == "Gemm":
@@ -57,7 +57,7 @@ def transposes_weight(node: ir.Node) -> bool:
 
 
 def _split_gemm(graph: ir.Graph, node: ir.Node) -> None:
-    """Gemm with ``alpha = beta = 1`` and an untransposed first input becomes MatMul (and Transpose) and Add."""
+    """Replaces a Gemm with ``alpha = beta = 1`` and an untransposed first input with MatMul, Transpose and Add."""
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     if attributes.get("alpha", 1.0) != 1.0 or attributes.get("beta", 1.0) != 1.0 or attributes.get("transA", 0):
         return
@@ -72,15 +72,12 @@ def _split_gemm(graph: ir.Graph, node: ir.Node) -> None:
     ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, node.outputs, nodes[-1].outputs)
 
 
-def merge_linear(model: ir.Model) -> int:
+def merge_linear(model: ir.Model) -> None:
     """Joins ``MatMul(x, W1), MatMul(x, W2), ...`` into ``Split(MatMul(x, [W1 W2 ...]))``.
 
-    A step with few tokens consists of many short products, and starting each of them costs time, as does quantizing the
-    same ``x`` for each with integer arithmetic. Matrices that a checkpoint stores in different forms stay separate, so
-    that each can be stored unchanged.
-
-    Returns:
-        The number of products that were joined.
+    A step with few tokens consists of many short products: starting each of them takes time, and so does quantizing
+    the same ``x`` for each of them. Matrices that a checkpoint stores in different forms stay separate, so that they
+    can be stored unchanged.
     """
     # Medusa heads read the same input as the model's head, but are stored separately, perhaps in fewer bits.
     of_heads = needed_only_for(model.graph, tensors.CANDIDATES)
@@ -90,10 +87,9 @@ def merge_linear(model: ir.Model) -> int:
         weight = node.inputs[1] if x is not None else None
         if x is not None and weight is not None and _is_weight(weight):
             readers[x, node.outputs[0] in of_heads, weight.meta.get(FORM, "")].append(node)
-    shared = {key: nodes for key, nodes in readers.items() if len(nodes) > 1}
-    for (x, *_), nodes in shared.items():
-        _join(model.graph, x, nodes)
-    return sum(map(len, shared.values()))
+    for (x, *_), nodes in readers.items():
+        if len(nodes) > 1:
+            _join(model.graph, x, nodes)
 
 
 def _is_weight(value: ir.Value | None) -> bool:
@@ -110,7 +106,7 @@ def _join(graph: ir.Graph, x: ir.Value, nodes: list[ir.Node]) -> None:
     shapes = [part.shape.numpy() for part in parts]
     widths = [width for _, width in shapes]
     joined = ir.LazyTensor(
-        # Joined when it is written, so that memory never holds a second copy of the model.
+        # Joined only when it is written: memory never holds a second copy of the model.
         lambda: ir.Tensor(np.concatenate([part.numpy() for part in parts], axis=1), name=name),
         dtype=ir.DataType.FLOAT,
         shape=ir.Shape([shapes[0][0], sum(widths)]),
@@ -129,7 +125,7 @@ def _join(graph: ir.Graph, x: ir.Value, nodes: list[ir.Node]) -> None:
 
 
 def joined_name(names: list[str]) -> str:
-    """The name of a matrix joined from several: ``layers.0.mlp.{gate_proj,up_proj}.weight``."""
+    """The name of several matrices joined: ``layers.0.mlp.{gate_proj,up_proj}.weight``."""
     parts = [name.split(".") for name in names]
     head = _common(zip(*parts, strict=False))
     tail = _common(zip(*(part[len(head) :][::-1] for part in parts), strict=False))[::-1]
@@ -138,12 +134,12 @@ def joined_name(names: list[str]) -> str:
 
 
 def names_in(name: str) -> list[str]:
-    """The names of the matrices that a joined one consists of; the inverse of :func:`joined_name`."""
+    """The names of the matrices of a joined one; the inverse of :func:`joined_name`."""
     head, brace, behind = name.partition("{")
     differing, _, tail = behind.partition("}")
     return [f"{head}{part}{tail}" for part in differing.split(",")] if brace else [name]
 
 
 def _common(columns: Iterable[tuple[str, ...]]) -> list[str]:
-    """The longest common prefix of the names' parts, given as columns."""
+    """The longest common prefix of names, given as columns of their parts."""
     return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]

@@ -1,6 +1,6 @@
-"""Uses operators of ONNX Runtime that do in one launch, or a few, what ONNX's do in many.
+"""Fuses operators into ONNX Runtime's own, which take fewer kernel launches.
 
-A launch takes a GPU about 2.5 us whatever it computes, which in small models is more than reading the weights.
+A launch takes a GPU about 2.5 us, whatever it computes: more than reading the weights, in small models.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from specexport.exporter.passes.two_part import Causal, join_parts
 
 _DOMAIN = "com.microsoft"
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-"""ONNX Runtime has no other kernels of its attention on GPUs."""
-_HEADS_BEHIND = [0, 2, 1, 3]
+"""The types of ONNX Runtime's attention kernels on GPUs."""
+_SWAP_HEADS = [0, 2, 1, 3]
 _WIDTH_UNIT, _ROTATED_UNIT = 8, 16
-"""GroupQueryAttention refuses heads whose width is no multiple of the first, and to rotate those that are none of the
-second."""
+"""GroupQueryAttention takes heads whose width is a multiple of the first, and rotates multiples of the second."""
 
 
 def use_fused_operators(model: ir.Model) -> None:
-    """Fuses residual additions with the norms that read them, ``x * sigmoid(x)``, and attention with its caches."""
+    """Fuses residual additions with norms, ``x * sigmoid(x)``, and attention with writing its caches."""
     graph = model.graph
     causal = join_parts(model)
     attention = _AttentionFusion(graph, causal)
@@ -45,7 +44,7 @@ def use_fused_operators(model: ir.Model) -> None:
 
 
 def _fuse_residual(graph: ir.Graph, norm: ir.Node) -> None:
-    """``RMSNormalization(x + y, weight)``, of which the sum is used elsewhere too."""
+    """Fuses ``RMSNormalization(x + y, weight)``; the sum may have other readers."""
     total, weight = norm.inputs[0], norm.inputs[1]
     add = producer(total, "Add")
     if add is None or total is None or total.is_graph_output() or weight is None:
@@ -61,20 +60,18 @@ def _fuse_residual(graph: ir.Graph, norm: ir.Node) -> None:
     epsilon = ir.AttrFloat32("epsilon", norm.attributes.get_float("epsilon", 1e-5))
     fused = ir.Node(_DOMAIN, "SkipSimplifiedLayerNormalization", [x, y, weight], [epsilon], outputs=outputs)
     graph.insert_after(add, fused)
-    for new, old in ((normed, norm.outputs[0]), (added, total)):
-        new.type, new.shape = old.type, old.shape
-        replace_value(old, new)
+    replace_value(norm.outputs[0], normed)
+    replace_value(total, added)
 
 
 def _fuse_silu(graph: ir.Graph, product: ir.Node) -> None:
-    """``x * sigmoid(x)``."""
+    """Fuses ``x * sigmoid(x)``."""
     silu = product.outputs[0]
     for x, gate in (product.inputs, reversed(product.inputs)):
         sigmoid = producer(gate, "Sigmoid")
         if x is not None and sigmoid is not None and sigmoid.inputs[0] is x:
             alpha, output = ir.AttrFloat32("alpha", 1.0), ir.val(f"{silu.name}.fused")
             fused = ir.Node(_DOMAIN, "QuickGelu", [x], [alpha], outputs=[output])
-            fused.outputs[0].type, fused.outputs[0].shape = silu.type, silu.shape
             graph.insert_after(product, fused)
             replace_value(silu, fused.outputs[0])
             return
@@ -82,7 +79,7 @@ def _fuse_silu(graph: ir.Graph, product: ir.Node) -> None:
 
 @dataclass
 class _Rows:
-    """What a TensorScatter writes to a cache: ``rows [B,Hkv,T,D]`` to ``cache [B,Hkv,S,D]``."""
+    """A TensorScatter that writes ``rows [B,Hkv,T,D]`` to ``cache [B,Hkv,S,D]``."""
 
     node: ir.Node
     cache: ir.Value
@@ -100,13 +97,13 @@ class _Rows:
 
 @dataclass
 class _Rotation:
-    """How queries and keys are rotated.
+    """The rotation of queries and keys by their positions.
 
     Attributes:
-        query: before it, ``[B,heads,T,D]``.
-        key: before it, ``[B,Hkv,T,D]``.
-        tables: cosines and sines of all positions, ``[S,D/2]``.
-        interleaved: whether pairs are neighbours.
+        query: the queries before the rotation, ``[B,heads,T,D]``.
+        key: the keys before the rotation, ``[B,Hkv,T,D]``.
+        tables: cosines and sines of all positions, ``[S,D/2]`` each.
+        interleaved: 1 if the numbers of a rotated pair are neighbours.
     """
 
     query: ir.Value
@@ -116,11 +113,11 @@ class _Rotation:
 
 
 class _AttentionFusion:
-    """Writing to the caches and attention over them become one GroupQueryAttention, without transpositions.
+    """Fuses attention with writing its caches into GroupQueryAttention, without transpositions.
 
-    It reads queries, keys and values as ``[B,T,heads * D]``, or as one value if they are the parts of a product, and
-    rotates them by tables that onnxruntime computes when it opens the graph. A mask that is not causal is added as a
-    bias.
+    The operator reads queries, keys and values as ``[B,T,heads * D]``, or all three as one value if they are the parts
+    of one product. It rotates them by tables that onnxruntime computes when it opens the graph, and adds a mask that is
+    not causal as a bias.
     """
 
     def __init__(self, graph: ir.Graph, causal: Causal) -> None:
@@ -133,7 +130,7 @@ class _AttentionFusion:
         self._position_ids = next((value for value in graph.inputs if value.name == tensors.POSITION_IDS), None)
 
     def fuse(self, attention: ir.Node) -> None:
-        """Replaces an Attention over two caches that it alone reads, if it has the form that all graphs give it."""
+        """Replaces an Attention over two caches that no other node reads, if it has the form that graphs give it."""
         query, keys, values, mask = attention.inputs[:4]
         key, value = _Rows.written_by(keys), _Rows.written_by(values)
         if query is None or mask is None or key is None or value is None or key.cache.dtype not in _HALF:
@@ -142,7 +139,7 @@ class _AttentionFusion:
             return  # layers that share a cache
         shape = [size for size in key.cache.shape or () if isinstance(size, int)]
         if len(shape) != 4 or shape[0] != 1:
-            return  # it reads the new tokens of one slot, or one token of each
+            return  # GroupQueryAttention reads the new tokens of one slot, or one token of each slot
         _, kv_heads, rows, width = shape
         if width % _WIDTH_UNIT:
             return
@@ -190,7 +187,7 @@ class _AttentionFusion:
             replace_value(written.node.outputs[0], now)
 
     def _rotation(self, query: ir.Value, key: ir.Value, rows: int) -> _Rotation | None:
-        """The rotation of whole heads by nothing but positions that these come from; None if there is no such."""
+        """The rotation of whole heads that ``query`` and ``key`` come from, by their positions alone; None without."""
         turned, turned_key = producer(query, "RotaryEmbedding"), producer(key, "RotaryEmbedding")
         if turned is None or turned_key is None or turned.inputs[1:] != turned_key.inputs[1:]:
             return None
@@ -212,7 +209,7 @@ class _AttentionFusion:
             (node, *others) = value.consumers()
             if others or node.op_type != kind:
                 return None
-            if kind == "Transpose" and list(node.attributes.get_ints("perm", [])) != _HEADS_BEHIND:
+            if kind == "Transpose" and list(node.attributes.get_ints("perm", [])) != _SWAP_HEADS:
                 return None
             value = node.outputs[0]
         return node
@@ -235,7 +232,7 @@ class _AttentionFusion:
             return node.outputs[0]
         by_rows = _by_rows(value)
         if by_rows is None:
-            source, turned = value.producer(), op("Transpose", [value], f"{value.name}.rows", perm=_HEADS_BEHIND)
+            source, turned = value.producer(), op("Transpose", [value], f"{value.name}.rows", perm=_SWAP_HEADS)
             assert source is not None
             self._graph.insert_after(source, turned)
             by_rows = turned.outputs[0]
@@ -249,7 +246,7 @@ class _AttentionFusion:
         return flat.outputs[0]
 
     def _valid_rows(self, rows: int) -> ir.Value:
-        """The last valid row of each slot's cache, int32 ``[B]``: that of its last new token."""
+        """The row of each slot's last new token, int32 ``[B]``: the last valid row of its cache."""
         if self._lengths is None:
             inputs = {value.name: value for value in self._graph.inputs}
             one, all_rows = (constant(self._graph, f"rows.{n}", np.array(n, np.int32)) for n in (1, rows))
@@ -257,7 +254,7 @@ class _AttentionFusion:
             count = op("Squeeze", [tokens.outputs[0]], "rows.count")
             cast = op("Cast", [count.outputs[0]], "rows.tokens", to=ir.DataType.INT32.value)
             first = op("Sub", [cast.outputs[0], one], "rows.first")
-            # The last row by the number of those that are valid before: only Range takes sizes from the host.
+            # The last row, by the number of rows that were valid before: only Range takes sizes from the host.
             last = op("Add", [first.outputs[0], all_rows], "rows.last")
             table = op("Range", [first.outputs[0], last.outputs[0], one], "rows.ends")
             valid = op("Gather", [table.outputs[0], inputs[tensors.PAST_LENGTH]], "rows.valid")
@@ -266,7 +263,7 @@ class _AttentionFusion:
         return self._lengths
 
     def _bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """0 where a boolean mask ``[B,1,T,S]`` shows a row, and the lowest finite number elsewhere."""
+        """0 where a bool mask ``[B,1,T,S]`` shows a row, and the lowest finite number elsewhere."""
         if mask not in self._biases:
             kind = dtype.numpy()
             limits = {"shown": np.zeros(1, kind), "hidden": np.full(1, ml_dtypes.finfo(kind).min, kind)}
@@ -280,7 +277,7 @@ class _AttentionFusion:
 
 
 def _whole(*heads: ir.Value) -> ir.Value | None:
-    """The value ``[B,T,N]`` whose parts these are, ``[B,heads,T,D]`` each; None if they are no such parts."""
+    """The value ``[B,T,N]`` that was split into exactly these parts, ``[B,heads,T,D]`` each; None without."""
     views = [producer(_by_rows(part), "Reshape") for part in heads]
     parts = [view.inputs[0] if view is not None else None for view in views]
     split = producer(parts[0], "Split")
@@ -288,9 +285,9 @@ def _whole(*heads: ir.Value) -> ir.Value | None:
 
 
 def _by_rows(heads: ir.Value | None) -> ir.Value | None:
-    """``[B,T,heads,D]`` of which a value is the transposition ``[B,heads,T,D]``; None if it is none."""
+    """The value ``[B,T,heads,D]`` whose transposition ``[B,heads,T,D]`` is ``heads``; None without."""
     turned = producer(heads, "Transpose")
-    if turned is None or list(turned.attributes.get_ints("perm", [])) != _HEADS_BEHIND:
+    if turned is None or list(turned.attributes.get_ints("perm", [])) != _SWAP_HEADS:
         return None
     return turned.inputs[0]
 

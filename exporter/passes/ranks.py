@@ -1,4 +1,4 @@
-"""Rewrites the points at which ranks of a split model combine their parts: cuts, or TensorRT's collective layers."""
+"""Rewrites the operators that combine the parts of ranks: to cuts of the graph, or to TensorRT's collectives."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _KINDS = dict(zip(("SumOfRanks", "JoinOfRanks"), COLLECTIVES, strict=True))
 def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
     """Cuts a graph into segments (see ``specexport.contract.model.RankFiles``).
 
-    A node is in the first segment in which all its inputs are known, and its results that later segments read are
-    outputs. Nodes that depend on weights alone are in every segment that reads them.
+    A node is in the first segment in which all its inputs are known; results that later segments read are outputs.
+    Nodes that depend on nothing but weights are in every segment that reads them.
 
     Args:
         model: changed in place.
-        repeat_sizes: repeat nodes that depend on the inputs' sizes too; otherwise the host would send their results to
-            a device for every segment.
+        repeat_sizes: also repeat nodes that depend on nothing but sizes of inputs; the host would otherwise send their
+            results to the device for every segment.
     """
     passes.ShapeInferencePass()(model)  # segments' inputs need types, which rewrites leave out
     graph = model.graph
@@ -61,7 +61,7 @@ def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
 
 
 def _copy_returned_results(graph: ir.Graph) -> None:
-    """Puts an Identity after each output that ranks combine, so that a last segment returns it."""
+    """Puts an Identity after each output that is a combination of ranks, so that the last segment returns it."""
     for at, value in enumerate(graph.outputs):
         if (producer := value.producer()) is not None and producer.domain == COLLECTIVE_DOMAIN:
             last = op("Identity", [value], str(value.name))
@@ -71,7 +71,7 @@ def _copy_returned_results(graph: ir.Graph) -> None:
 
 
 def _repeated(graph: ir.Graph, repeat_sizes: bool) -> dict[ir.Value, frozenset[ir.Value]]:
-    """The values that every reading segment computes, with the inputs whose sizes they depend on; see :func:`cut`."""
+    """The values that every reading segment computes, with the inputs whose sizes they depend on."""
     repeated: dict[ir.Value, frozenset[ir.Value]] = dict.fromkeys(graph.initializers.values(), frozenset())
     for node in graph:
         read = [value for value in node.inputs if value is not None]
@@ -89,7 +89,7 @@ def _may_hold_sizes(value: ir.Value) -> bool:
 
 
 def _collectives_before(graph: ir.Graph) -> dict[ir.Node, int]:
-    """The nodes, in order, each with how many collectives of the ranks, one after another, its inputs depend on."""
+    """The nodes in order, with the number of successive collectives that their inputs depend on."""
     stages: dict[ir.Node, int] = {}
     reached: dict[ir.Value, int] = {}
     for node in graph:
@@ -99,10 +99,10 @@ def _collectives_before(graph: ir.Graph) -> dict[ir.Node, int]:
 
 
 def use_collectives(model: ir.Model, ranks: int) -> None:
-    """Replaces the operators that combine ranks with ``DistCollective`` nodes, which TensorRT's ONNX parser knows.
+    """Replaces the operators that combine ranks with TensorRT's ``DistCollective``.
 
-    All ranks must run collectives in the same order, but an engine orders nodes only by their data. So independent
-    sums, as in layers with attention and MLP side by side, become one sum.
+    All ranks must run collectives in the same order, but engines order nodes only by their data. Independent sums, as
+    in layers with parallel attention and MLP, therefore become one sum.
     """
     passes.ShapeInferencePass()(model)  # later rewrites read the types and ranks of the new nodes
     graph = model.graph
@@ -126,7 +126,7 @@ def use_collectives(model: ir.Model, ranks: int) -> None:
 
 
 def join_along_first(model: ir.Model, ranks: int) -> None:
-    """Joins the ranks' parts along a new first axis, as NCCL does, and moves that axis within the graph."""
+    """Joins the parts of ranks along a new first axis, as NCCL does; the graph then moves that axis."""
     passes.ShapeInferencePass()(model)
     graph = model.graph
     for node in [node for node in graph if node.op_type == "JoinOfRanks"]:
@@ -146,7 +146,7 @@ def _part(node: ir.Node) -> ir.Value:
 
 
 def _summed(graph: ir.Graph, parts: list[ir.Value], name: str, ranks: int) -> tuple[list[ir.Node], list[ir.Value]]:
-    """Sums over ranks of several parts of the same width, by one collective."""
+    """Sums several parts of the same width over the ranks, by one collective; returns the nodes and the sums."""
     if len(parts) == 1:
         node = _collective(parts[0], name, "all_reduce", "sum", ranks)
         return [node], list(node.outputs)
@@ -174,9 +174,9 @@ def _summed(graph: ir.Graph, parts: list[ir.Value], name: str, ranks: int) -> tu
 
 
 def _joined(graph: ir.Graph, part: ir.Value, name: str, ranks: int) -> tuple[list[ir.Node], list[ir.Value]]:
-    """The ranks' parts, concatenated along the last axis.
+    """Concatenates the parts of ranks along the last axis; returns the nodes and the result.
 
-    A gather joins along the first axis: each part gets an additional first axis, which then moves before the last.
+    Collectives gather along the first axis: each part gets an additional first axis, which then moves before the last.
     """
     first = op("Unsqueeze", [part, constant(graph, "axes.0", np.array([0]))], f"{name}.part")
     first.outputs[0].type = part.type
@@ -188,7 +188,7 @@ def _joined(graph: ir.Graph, part: ir.Value, name: str, ranks: int) -> tuple[lis
 def _side_by_side(
     graph: ir.Graph, combined: ir.Value, part: ir.Value, name: str
 ) -> tuple[list[ir.Node], list[ir.Value]]:
-    """All ranks' parts, stacked along the first axis, concatenated along the last one."""
+    """Concatenates the parts of ranks, stacked along the first axis, along the last; returns nodes and result."""
     assert part.shape is not None
     last = len(part.shape) - 1
     joined = op("Transpose", [combined], f"{name}.beside", perm=[*range(1, last + 1), 0, last + 1])

@@ -12,7 +12,7 @@ from specexport.exporter.passes.editing import constant
 
 
 class _Norm(pattern.RewriteRuleClassBase):  # type: ignore[misc]
-    """``x / sqrt(mean(x^2) + epsilon)`` over a last axis of known length becomes a norm with weights of one."""
+    """Replaces ``x / sqrt(mean(x^2) + epsilon)`` over a last axis of known size with a norm with weights of one."""
 
     def pattern(self, op: Any, x: Any, epsilon: Any) -> Any:
         shifted = op.Add(op.ReduceMean(op.Pow(x, 2.0), [-1]), epsilon)
@@ -31,7 +31,7 @@ class _Norm(pattern.RewriteRuleClassBase):  # type: ignore[misc]
 
 
 class _Weight(pattern.RewriteRuleClassBase):  # type: ignore[misc]
-    """A factor of a norm becomes the norm's weight."""
+    """Makes a factor of a norm the norm's weight."""
 
     def pattern(self, op: Any, x: Any, ones: Any, weight: Any, epsilon: Any) -> Any:
         return op.Mul(op.RMSNormalization(x, ones, axis=-1, epsilon=epsilon), weight)
@@ -46,13 +46,10 @@ class _Weight(pattern.RewriteRuleClassBase):  # type: ignore[misc]
 _RULES = [pattern.RewriteRuleSet([rule.rule()], commute=True) for rule in (_Norm, _Weight)]
 
 
-def fuse_rms_norm(model: ir.Model) -> int:
+def fuse_rms_norm(model: ir.Model) -> None:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis becomes ``RMSNormalization(x, weight)``.
 
-    A norm without weights gets ones.
-
-    Returns:
-        The number of norms that were fused.
+    Norms without weights get weights of one.
     """
-    norms, _ = [rules.apply_to_model(model) for rules in _RULES]
-    return int(norms)
+    for rules in _RULES:
+        rules.apply_to_model(model)

@@ -1,4 +1,4 @@
-"""Rotary angles of all positions as tables, which ONNX Runtime computes once, when it opens a graph."""
+"""Rotary angles of all positions as tables, which ONNX Runtime computes once when it opens a graph."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Tables:
     """Values that depend on tokens' positions, computed for positions 0 to N - 1.
 
     Args:
-        graph: is added to.
+        graph: changed in place.
         positions: the values ``[B,T]`` that hold positions.
         count: N.
-        name: tells the tables from others.
+        name: suffix of the names of the tables' values.
     """
 
     def __init__(self, graph: ir.Graph, positions: Collection[ir.Value], count: int, name: str) -> None:
@@ -67,9 +67,9 @@ class Tables:
 
 
 def look_angles_up(graph: ir.Graph) -> None:
-    """Makes each RotaryEmbedding look its angles up by tokens' positions, if they depend on nothing else.
+    """Makes each RotaryEmbedding look up its angles in tables, if they depend on nothing but positions.
 
-    Computing them in each run takes nine launches.
+    Computing the angles in each run takes nine launches.
     """
     cache = next((value for value in graph.inputs if str(value.name).startswith(tensors.CACHES)), None)
     rows = cache.shape[2] if cache is not None and cache.shape is not None else None
@@ -82,7 +82,7 @@ def look_angles_up(graph: ir.Graph) -> None:
         positions = _positions(node.inputs[1:])
         if positions is None or positions.shape is None or len(positions.shape) != 2:
             continue
-        # A text's positions are those of rows; those of a block of drafts may lie behind the last row.
+        # Positions of a text are rows of the cache; positions of a block of drafts may lie behind the last row.
         count = rows if positions.is_graph_input() else 2 * rows
         of_these = tables.setdefault(positions, Tables(graph, [positions], count, f"table.{len(tables)}"))
         looked_up = [of_these.of(angles) for angles in node.inputs[1:]]
@@ -94,15 +94,17 @@ def look_angles_up(graph: ir.Graph) -> None:
 
 
 def _positions(angles: Collection[ir.Value | None]) -> ir.Value | None:
-    """The only integers ``[B,T]`` that angles are computed from."""
+    """The only integers that angles are computed from, ``[B,T]``; None if there are several."""
     casts = [cast for value in ancestors(angles) if (cast := producer(value, "Cast")) is not None]
     sources = [cast.inputs[0] for cast in casts]
-    integers = {viewed(source) for source in sources if source is not None and source.dtype == ir.DataType.INT64}
+    integers = {
+        source_of_view(source) for source in sources if source is not None and source.dtype == ir.DataType.INT64
+    }
     return integers.pop() if len(integers) == 1 else None
 
 
-def viewed(value: ir.Value) -> ir.Value:
-    """What a value is a view of: the same numbers, in another shape or not."""
+def source_of_view(value: ir.Value) -> ir.Value:
+    """The value that holds the numbers of a view; the value itself if it is no view."""
     while (node := value.producer()) is not None and node.op_type in _VIEWS and node.inputs[0] is not None:
         value = node.inputs[0]
     return value

@@ -1,8 +1,4 @@
-"""Runs onnxscript's optimizer, and names weights afterwards.
-
-The optimizer's rule for pairs of slices searches the whole graph at every node, which in deep models takes longer than
-everything else.
-"""
+"""Simplifies a traced graph by onnxscript's optimizer, and names its weights."""
 
 from __future__ import annotations
 
@@ -20,14 +16,18 @@ from specexport.exporter.passes.linear import transposes_weight
 
 _ROUNDS = 2
 LARGEST_FOLDED = 1 << 13
-"""Largest size of a weight whose numbers a graph may depend on; larger ones are never folded or compared."""
-_TAKEN_FOR_ZERO = 1e-8
+"""Largest number of elements of a weight that is folded or compared; graphs do not depend on larger weights."""
+_TAKEN_FOR_ZERO = 1e-8 * 1.01
+"""The optimizer drops scalars of at most 1e-8, in float32, as if they were zero."""
 _PREFIXES = ("model.", "additions.")
 """Prefixes that traced modules add to the names in checkpoints."""
 
 
 def _split_slices() -> rewriter.RewriteRule:
-    """The rule that turns two slices into a Split, tried only at a Slice."""
+    """The rule that turns two slices into a Split, tried only at a Slice.
+
+    It searches the whole graph at every node, which would take most of the time in deep models.
+    """
     rule = copy.copy(common.slice_split_rule)
     vars(rule)["try_rewrite"] = lambda model, graph, node, **how: (
         common.slice_split_rule.try_rewrite(model, graph, node, **how) if node.op_type == "Slice" else None
@@ -69,23 +69,22 @@ def simplify(model: ir.Model) -> None:
 
 
 def keep_epsilons(model: ir.Model) -> None:
-    """Gives scalar constants of at most 1e-8 an axis, as the optimizer treats such scalars as zero and drops them."""
-    # So is a scalar whose float32 is slightly above 1e-8.
+    """Gives tiny scalar constants an axis, so that the optimizer does not take them for zero and drop them."""
     for node in model.graph.all_nodes():
         value = node.attributes.get("value") if node.op_type == "Constant" else None
         if value is not None:
             array = value.as_tensor().numpy()
-            if array.dtype == np.float32 and array.ndim == 0 and 0 < abs(float(array)) <= _TAKEN_FOR_ZERO * 1.01:
+            if array.dtype == np.float32 and array.ndim == 0 and 0 < abs(float(array)) <= _TAKEN_FOR_ZERO:
                 node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(array.reshape(1)))
                 node.outputs[0].shape = ir.Shape([1])
 
 
 def name_weights(model: ir.Model, aliases: Mapping[str, str]) -> None:
-    """Renames the initializers of a graph that was just traced and optimized.
+    """Renames the initializers of a traced and optimized graph.
 
-    Parameters lose the traced module's prefixes. A constant folded from a single parameter (Gemma's norms are
-    1 + weight) is named after it, with the suffix ``.folded``. ``aliases`` maps names in the traced module to other
-    names of the same parameters, which are used instead.
+    Parameters lose the prefixes of the traced module. A constant folded from a single parameter (Gemma's norms are
+    1 + weight) gets the parameter's name with the suffix ``.folded``. ``aliases`` maps names in the traced module to
+    preferred names of the same parameters.
     """
     for value in list(model.graph.initializers.values()):
         name = _in_checkpoint(aliases.get(value.name or "", value.name)) or _folded(value.meta.get(FOLDED_FROM_KEY, ()))

@@ -1,4 +1,4 @@
-"""Rewrites that TensorRT needs: products over the rows of all slots, and tables in floating point."""
+"""Rewrites for TensorRT: products over the rows of all slots, and tables in floating point."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _CHUNK_ELEMENTS = 4 << 20
 
 
 def flatten_products(model: ir.Model) -> None:
-    """Multiplies the tokens of all slots by a weight as the rows of one matrix: ``[B,T,K]`` as ``[B*T,K]``.
+    """Multiplies the tokens of all slots by weights as the rows of one matrix: ``[B,T,K]`` as ``[B*T,K]``.
 
-    TensorRT multiplies ``[1,T,K]`` and ``[B,T,K]`` by different kernels, which need weights in different layouts: an
+    TensorRT multiplies ``[1,T,K]`` and ``[B,T,K]`` by different kernels, which store weights in different layouts: an
     engine that reads prompts one slot at a time and takes steps for several would store every weight twice.
 
-    The ranks and constant sizes of values must be known. Reshapes get known numbers of heads as constants, as TensorRT
-    does not infer them through another reshape.
+    The ranks and constant sizes of values must be known. Reshapes get known sizes as constants, as TensorRT does not
+    infer sizes through two reshapes.
     """
     graph = model.graph
     for node in list(graph):
@@ -35,7 +35,7 @@ def flatten_products(model: ir.Model) -> None:
 
 
 def _weight(value: ir.Value | None) -> tuple[int, int] | None:
-    """K and N of a stored matrix, perhaps quantized or of another type; None for other values."""
+    """K and N of a stored matrix, which may be quantized or cast; None for other values."""
     while value is not None and (origin := value.producer()) is not None:
         value = origin.inputs[0] if origin.op_type in ("Cast", "DequantizeLinear") else None
     if value is None or value.const_value is None or len(value.const_value.shape) != 2:
@@ -62,7 +62,7 @@ def _flatten(graph: ir.Graph, node: ir.Node, x: ir.Value, rows: int, columns: in
 
 
 def _put_known_sizes(graph: ir.Graph, node: ir.Node) -> None:
-    """Replaces computed sizes of a Reshape, such as -1, with the known ones."""
+    """Replaces sizes that a Reshape infers or computes with known sizes."""
     shape, origin = node.outputs[0].shape, node.inputs[1].producer() if node.inputs[1] is not None else None
     if shape is None or origin is None or origin.op_type != "Concat" or len(origin.inputs) != len(shape):
         return
@@ -88,12 +88,12 @@ def _sizes(graph: ir.Graph, sizes: list[int]) -> ir.Value:
 
 
 def restore_tables(model: ir.Model, store: Store) -> None:
-    """Dequantizes tables whose rows are looked up, as TensorRT does not gather from int8 tables.
+    """Dequantizes tables whose rows are gathered, as TensorRT does not gather from int8 tables.
 
     ``Mul(Cast(Gather(integers, ids)), Gather(scales, ids))`` becomes ``Cast(Gather(fp16 table, ids))``.
 
-    Scales of rows, ``[V,G]``, may be cast before the Gather and get a last axis after it. Experts' bytes may hold two
-    integers each, which a Concat joins before the Mul.
+    The scales ``[V,G]`` may be cast before the Gather and get a last axis after it. Each byte of experts may hold two
+    integers, which a Concat joins before the Mul.
     """
     graph = model.graph
     for node in list(graph):
@@ -123,7 +123,7 @@ def restore_tables(model: ir.Model, store: Store) -> None:
 
 
 def _restored(stored: ir.Value, scales: ir.Value | None, *, pairs: bool) -> npt.NDArray[np.float16]:
-    """Integers ``[V,H/block,block,...]``, or pairs of them, times the scales of their blocks."""
+    """Integers ``[V,H/block,block,...]``, or bytes that hold two each, times the scales of their blocks."""
     assert stored.const_value is not None and scales is not None and scales.const_value is not None
     integers, scale = stored.const_value.numpy(), scales.const_value.numpy()
     rows, blocks, stored_block, *columns = integers.shape

@@ -1,7 +1,7 @@
-"""Turns attention in two parts, which a loop's body needs, into the native lowering's where there is no loop.
+"""Replaces attention in two parts with Attention over the cache in graphs without a loop.
 
 The parts are the cache and the rows that are not in it yet (``TwoPartLowering`` in ``graphs/attention.py``). A graph
-that drafts one token writes its rows to the cache anyway; attention over that alone takes a third of the operators.
+that drafts one token writes its rows to the cache anyway; attention over the cache takes a third of the operators.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from specexport.contract import tensors
 from specexport.exporter.passes.editing import ancestors, constant, op, producer, replace_value
 
 Array = npt.NDArray[Any]
-_KEYS_BEHIND = [0, 1, 3, 2]
+_TRANSPOSE_KEYS = [0, 1, 3, 2]
 _HIDDEN = np.finfo(np.float32).min / 2
-"""The bias of a hidden row's score."""
+"""The bias of the score of a hidden row."""
 _TOKENS = (1, 2, 5)
-"""Numbers of new tokens with which masks and positions are computed."""
+"""Numbers of new tokens for which masks and positions are computed."""
 
 
 @dataclass(frozen=True)
 class Causal:
-    """What is known of the attention that :func:`join_parts` writes.
+    """Values for which causal attention is known.
 
     Attributes:
-        masks: show each token all rows up to its own, bool ``[B,1,G*T,S]``.
-        positions: values ``[B,T]`` that hold each token's row in the cache, which is its position.
+        masks: masks that show each token all rows up to its own, bool ``[B,1,G*T,S]``.
+        positions: values that hold the row of each token in the cache, which is its position, ``[B,T]``.
     """
 
     masks: Collection[ir.Value]
@@ -47,9 +47,9 @@ class _Parts:
     """Attention of queries ``[B,Hkv,G*T,D]`` in two parts.
 
     Attributes:
-        keys: the TensorScatter that writes the new rows' to the cache.
-        values: likewise.
-        bias: of the scores, ``[B,1,G*T,S+T]``: 0 where a token sees a row.
+        keys: the TensorScatter that writes the keys of new rows to the cache.
+        values: the TensorScatter that writes their values.
+        bias: the bias of the scores, ``[B,1,G*T,S+T]``: 0 where a token sees a row.
         total: the sum of both parts, ``[B,Hkv,G*T,D]``.
     """
 
@@ -62,10 +62,10 @@ class _Parts:
 
 
 def join_parts(model: ir.Model) -> Causal:
-    """Replaces attention in two parts by Attention over the cache, where each token sees only those before it.
+    """Replaces attention in two parts with Attention over the cache, in layers with causal or sliding-window masks.
 
-    Which rows tokens see is computed, from the graph's bias of the scores, for texts that fill the cache to various
-    lengths. Layers with other masks are left as they are, like those whose rows do not all get into the cache.
+    The rows that tokens see are computed from the bias of the scores, for several numbers of rows in the cache. Layers
+    with other masks stay unchanged, and so do layers that do not write all rows to the cache.
     """
     graph = model.graph
     attentions = [parts for node in graph if node.op_type == "Softmax" and (parts := _match(node)) is not None]
@@ -86,7 +86,6 @@ def join_parts(model: ir.Model) -> Causal:
         source = parts.total.producer()
         assert source is not None
         graph.insert_after(source, attention)
-        attention.outputs[0].type, attention.outputs[0].shape = parts.total.type, parts.total.shape
         replace_value(parts.total, attention.outputs[0])
     full = [mask for (_, window), mask in masks.items() if not window]
     return Causal(full, _positions(model))
@@ -119,7 +118,7 @@ def _match(softmax: ir.Node) -> _Parts | None:
 
 
 def _scaled_product(scores: ir.Value | None) -> tuple[ir.Value, ir.Value, float] | None:
-    """The query, the keys and the factor of ``query @ keys.T * factor``."""
+    """The query, keys and factor of ``query @ keys.T * factor``; None for other values."""
     scale, scaled = 1.0, producer(scores, "Mul")
     if scaled is not None:
         scores, factor = scaled.inputs
@@ -129,14 +128,14 @@ def _scaled_product(scores: ir.Value | None) -> tuple[ir.Value, ir.Value, float]
         scale = float(tensor.numpy().item())
     product = producer(scores, "MatMul")
     turned = producer(product.inputs[1], "Transpose") if product is not None else None
-    if product is None or turned is None or list(turned.attributes.get_ints("perm", [])) != _KEYS_BEHIND:
+    if product is None or turned is None or list(turned.attributes.get_ints("perm", [])) != _TRANSPOSE_KEYS:
         return None
     query, keys = product.inputs[0], turned.inputs[0]
     return None if query is None or keys is None else (query, keys, scale)
 
 
 def _writing(cache: ir.Value | None, rows: ir.Value | None) -> ir.Node | None:
-    """The node that writes rows to a cache of known size, behind its valid ones."""
+    """The node that writes ``rows`` behind the valid rows of a cache of known size; None without."""
     if cache is None or rows is None or not cache.is_graph_input() or not _rows(cache):
         return None
     for node in rows.consumers():
@@ -147,7 +146,7 @@ def _writing(cache: ir.Value | None, rows: ir.Value | None) -> ir.Node | None:
 
 
 def _rows(cache: ir.Value | None) -> int:
-    """S of a cache ``[B,Hkv,S,D]``, or 0 if it is not fixed."""
+    """S of a cache ``[B,Hkv,S,D]``, or 0 if S is symbolic."""
     rows = cache.shape[2] if cache is not None and cache.shape is not None else None
     return rows if isinstance(rows, int) else 0
 
@@ -167,11 +166,11 @@ def _only_reader(value: ir.Value, kind: str) -> ir.Node | None:
     return readers[0] if len(readers) == 1 and readers[0].op_type == kind else None
 
 
-# --- what tokens see --------------------------------------------------------------------------------------------------
+# --- masks and positions ----------------------------------------------------------------------------------------------
 
 
 def _mask(graph: ir.Graph, rows: int, group: int, window: int) -> ir.Value:
-    """Which rows tokens see, bool ``[B,1,G*T,S]``: those up to their own, or the last ``window`` of them if not 0."""
+    """The mask of the last ``window`` rows up to a token's own, or of all if it is 0, bool ``[B,1,G*T,S]``."""
     inputs = {value.name: value for value in graph.inputs}
     name = f"causal.{window}.{group}"
     zero, one, size = (constant(graph, f"causal.{n}", np.array(n)) for n in (0, 1, rows))
@@ -199,9 +198,9 @@ def _mask(graph: ir.Graph, rows: int, group: int, window: int) -> ir.Value:
 
 
 def _group_and_window(model: ir.Model, bias: ir.Value) -> tuple[int, int] | None:
-    """G, and how many rows each token sees up to its own, 0 for all; None if tokens see others.
+    """G, and the number of rows up to its own that each token sees, 0 for all; None for other masks.
 
-    What padding sees, which comes behind the last row that is read, does not matter.
+    Padding follows the last row that is read; the rows that it sees do not matter.
     """
     group, window = 0, None
     for (past, tokens, last), (values,) in _computed(model, [bias]):
@@ -210,7 +209,7 @@ def _group_and_window(model: ir.Model, bias: ir.Value) -> tuple[int, int] | None
         shape = (1, 1, group, tokens, rows + tokens)
         if values.size != np.prod(shape) or not np.isin(values, (0.0, np.float32(_HIDDEN))).all():
             return None
-        if window is None:  # the first text all but fills the cache
+        if window is None:  # the first text almost fills the cache
             seen = int((~hidden[0, 0, 0]).sum())
             window = seen if seen <= past else 0
         new_rows = past + np.arange(tokens)
@@ -224,7 +223,7 @@ def _group_and_window(model: ir.Model, bias: ir.Value) -> tuple[int, int] | None
 
 
 def _positions(model: ir.Model) -> list[ir.Value]:
-    """The values ``[B,T]`` that rotary angles depend on and that hold each token's row; of padding, anything."""
+    """The values ``[B,T]`` that rotary angles depend on and that hold the row of each token but padding."""
     angles = [value for node in model.graph if node.op_type == "RotaryEmbedding" for value in node.inputs[1:]]
     candidates = [
         value
@@ -241,10 +240,10 @@ def _positions(model: ir.Model) -> list[ir.Value]:
 
 
 def _computed(model: ir.Model, values: list[ir.Value]) -> Iterator[tuple[tuple[int, int, int], list[Array]]]:
-    """Computes values that depend on nothing but sizes, ``past_length`` and ``last_row``.
+    """Computes values that depend only on sizes, ``past_length`` and ``last_row``, for several of these.
 
     Yields:
-        The number of valid rows, of new tokens and the last token that is no padding, and the values.
+        The number of valid rows, the number of new tokens and the last token that is no padding; and the values.
     """
     needed = ancestors(values)
     graph = model.graph

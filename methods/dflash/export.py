@@ -197,7 +197,6 @@ def save_dflash(
 class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
     """Exports a few layers that draft a block in one pass."""
 
-    title: ClassVar[str] = "DFlash draft"
     read = staticmethod(read_dflash)
 
     def method_for(self, options: DFlashOptions, outline: Any, **fields: Any) -> DFlash:

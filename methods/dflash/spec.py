@@ -44,6 +44,7 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
     sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
     needs_training: ClassVar[str | None] = "a DFlash draft"
     role: ClassVar[str] = "dflash"
+    draft_name: ClassVar[str] = "DFlash draft"
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 7, 15)  # up to its block size
     branching: ClassVar[Literal[0, 1, 2]] = 2
 

@@ -16,7 +16,7 @@ from specexport.training.data import Windows, seeded
 from specexport.training.loop import Log
 from specexport.training.options import within
 from specexport.training.predictions import Losses, summed_loss
-from specexport.training.run import TrainingModel, choose_place, load_model, open_run
+from specexport.training.run import TrainingModel, load_target, open_run
 
 _AT_ONCE = 32
 """Number of a window's blocks that are evaluated together."""
@@ -28,14 +28,13 @@ def train_dflash(options: DFlashTraining, log: Log) -> dict[str, Any]:
     The record has ``accuracy``, for each drafted position the share of tokens that were the draft's candidate of each
     rank, and ``acceptance_length`` of a chain.
     """
-    place = choose_place(options)
-    target = load_model(options.target, place, frozen=True)
+    target = load_target(options)
     default = DFlashOutline.default_states(options.layers, target.layers)
     states = checked_states(options.states, default, target.layers)
     within("states", min(states), 1, target.layers, "the target's layers")
     if options.mask_token_id is not None:  # before hours of sampling
         within("mask_token_id", options.mask_token_id, 0, len(target.tables()[1]) - 1, "the target's last token")
-    with open_run("train dflash", options, place, target, log) as run:
+    with open_run("train dflash", options, target, log) as run:
         within("draft_block", options.draft_block, 2, run.window - 1, "one less than --seq-len")
         run.prepare(options.self_distill)
         draft = new_draft(options, target, states)

@@ -100,7 +100,7 @@ def load_draft(source: str, build: Build) -> Checkpoint:
             "so far; choose another draft, or build it with --backend onnxruntime"
         )
     _require_positions(source, draft.max_positions, build.plan.max_seq_len)
-    with build.during("checking the draft's lowering"):
+    with build.during("comparing the draft with transformers"):
         parity.require_parity(draft, build.options.lowering)
     return draft
 
@@ -116,7 +116,7 @@ def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build
     draft_pass = DraftPass(draft.model, vocab, input_vocab, draft.max_positions, states)
     with build.during("tracing the draft"), tracing(draft):
         graph = compose.propose_graph(trace.trace_draft_pass(draft_pass, draft.cache, lowering), draft.cache, lowering)
-    return msgspec.structs.replace(write_draft(draft, build, graph, points, method.role), states=layers)
+    return msgspec.structs.replace(write_draft(draft, build, graph, points, method), states=layers)
 
 
 def compare_chain(

@@ -20,7 +20,7 @@ from specexport.training.distill import (
     mixed_temperatures,
 )
 from specexport.training.loop import Log, Loss, optimizers
-from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
+from specexport.training.run import Run, TrainingModel, load_model, load_target, open_run, save_model
 
 _MEASURED_TEXTS, _MEASURED_TOKENS = 32, 96
 _MEASURED_DEPTHS = range(1, 7)
@@ -32,11 +32,10 @@ def train_draft(options: DraftTraining, log: Log) -> dict[str, Any]:
 
     ``acceptance`` in the record has the mean tokens a step for one to six draft tokens, before and after training.
     """
-    place = choose_place(options)
-    target = load_model(options.target, place, frozen=True)
+    target = load_target(options)
     torch.manual_seed(options.seed)
-    draft = _draft(options, target, place)
-    with open_run("train draft", options, place, target, log, draft) as run:
+    draft = _draft(options, target)
+    with open_run("train draft", options, target, log, draft) as run:
         acceptance = _Acceptance(run, draft.model)
         before = acceptance.table()
         if options.samples == "target":
@@ -51,7 +50,7 @@ def train_draft(options: DraftTraining, log: Log) -> dict[str, Any]:
             batch = _own_texts(run, draft, number) if options.samples == "draft" else run.batch(number, options.seed)
             learnt = batch.learnt_from(1)[:, -keep - 1 : -1]
             loss = distillation_loss(
-                draft.model, target.model, batch.ids, keep, options.divergence, learnt=learnt, bf16=place.bf16
+                draft.model, target.model, batch.ids, keep, options.divergence, learnt=learnt, bf16=target.place.bf16
             )
             return loss, {}
 
@@ -103,10 +102,10 @@ def new_llama(
     )
 
 
-def _draft(options: DraftTraining, target: TrainingModel, place: Place) -> TrainingModel:
+def _draft(options: DraftTraining, target: TrainingModel) -> TrainingModel:
     """The draft to train: an existing model with the target's tokenizer, or a new one."""
     if options.draft is not None:
-        draft = load_model(options.draft, place, frozen=False)
+        draft = load_model(options.draft, target.place, frozen=False)
         ours, theirs = load_tokenizer(target.path).tokenizer, load_tokenizer(draft.path).tokenizer
         require_same_tokenizer(ours, theirs, options.draft)
         return draft
@@ -123,11 +122,12 @@ def _draft(options: DraftTraining, target: TrainingModel, place: Place) -> Train
     model.generation_config = target.model.generation_config
     return TrainingModel(
         path=Path(),
-        model=model.to(place.device).eval(),
+        model=model.to(target.place.device).eval(),
         tokenizer=target.tokenizer,
         stored=target.stored,
         ends=target.ends,
         max_positions=positions,
+        place=target.place,
     )
 
 

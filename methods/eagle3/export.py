@@ -157,7 +157,6 @@ def save_eagle3(
 class Eagle3Exporter(OwnStateExporter[Eagle3Options, Eagle3]):
     """Exports a layer that drafts from states between the target's layers."""
 
-    title: ClassVar[str] = "EAGLE-3 draft"
     read = staticmethod(read_eagle3)
 
     def method_for(self, options: Eagle3Options, outline: Any, **fields: Any) -> Eagle3:

@@ -8,8 +8,9 @@ from typing import Annotated, ClassVar
 from specexport.contract.errors import TrainError
 from specexport.contract.methods.advice import Suggestion, TargetProfile
 from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, SourceKind
+from specexport.contract.options import dashed
 from specexport.methods.hidden_states.spec import OwnStateDraft, StatesCheckpointOptions
-from specexport.training.options import StatesDraftTraining, Training, dashed, draft_option, report_chain
+from specexport.training.options import StatesDraftTraining, Training, draft_option, report_chain
 
 
 class Eagle3Options(StatesCheckpointOptions, frozen=True, kw_only=True, tag="eagle3"):
@@ -33,6 +34,7 @@ class Eagle3(OwnStateDraft, frozen=True, kw_only=True, tag="eagle3"):
     sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
     needs_training: ClassVar[str | None] = "an EAGLE-3 draft"
     role: ClassVar[str] = "eagle3"
+    draft_name: ClassVar[str] = "EAGLE-3 draft"
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:

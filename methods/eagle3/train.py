@@ -19,7 +19,7 @@ from specexport.training.data import Windows
 from specexport.training.loop import Log
 from specexport.training.options import within
 from specexport.training.predictions import Losses, summed_loss
-from specexport.training.run import TrainingModel, choose_place, load_model, open_run
+from specexport.training.run import TrainingModel, load_target, open_run
 
 
 def train_eagle3(options: Eagle3Training, log: Log) -> dict[str, Any]:
@@ -28,14 +28,13 @@ def train_eagle3(options: Eagle3Training, log: Log) -> dict[str, Any]:
     The record has ``accuracy``, for each drafted position after correct drafts the share of tokens that were the
     draft's candidate of each rank, and ``acceptance_length`` of a chain.
     """
-    place = choose_place(options)
-    target = load_model(options.target, place, frozen=True)
+    target = load_target(options)
     initial = None if options.draft is None else initial_draft(options, target)
     default = Eagle3Outline.default_states(1, target.layers)
     states = checked_states(options.states, default, target.layers) if initial is None else initial[1]
     if options.draft_vocab_size is not None:  # before hours of sampling
         within("draft_vocab_size", options.draft_vocab_size, 1, len(target.tables()[1]), "the target's vocabulary")
-    with open_run("train eagle3", options, place, target, log) as run:
+    with open_run("train eagle3", options, target, log) as run:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
         run.prepare(options.self_distill)
         draft = new_draft(options, target, states, run.windows) if initial is None else initial[0]

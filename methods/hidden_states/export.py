@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,9 +38,6 @@ O = TypeVar("O", bound=OwnStateDraft)
 
 class StatesDraftExporter(MethodExporter[P, S]):
     """Exports a draft whose rows are computed from states between the target's layers."""
-
-    title: ClassVar[str]
-    """The kind of draft, for reports."""
 
     def source(self, method: P | S, target: str) -> str:
         """The folder or hub id of the draft."""
@@ -92,11 +89,11 @@ class StatesDraftExporter(MethodExporter[P, S]):
 
     def export(self, method: S, build: Build) -> S:
         source, positions = self.source(method, build.options.target), build.max_positions
-        with build.during(f"loading the {self.title}"):
+        with build.during(f"loading the {method.draft_name}"):
             draft = load_draft(self.read(source), build.source, positions, family=method.role, source=source)
-        with build.during(f"tracing the {self.title}"), tracing(draft):
+        with build.during(f"tracing the {method.draft_name}"), tracing(draft):
             graph = self.trace(method, draft.model, draft.cache, build.options.lowering)
-        model = write_draft(draft, build, graph, self.points(method, build.plan), method.role)
+        model = write_draft(draft, build, graph, self.points(method, build.plan), method)
         named = {"model": model.source} if method.sources else {}
         return msgspec.structs.replace(method, draft=model, **named)
 

@@ -117,7 +117,7 @@ class MedusaTraining(HiddenStateOptions, frozen=True, kw_only=True):
         if self.stage == 1:
             for name, declared in options(type(self)).items():
                 if name != "stage" and declared.about.get("group") == _STAGE_2:
-                    yield name, "without --stage 2, the only one to use it"
+                    yield name, "without --stage 2, which alone uses it"
         elif self.tune == "full":
             yield "lora_rank", "with --tune full, which has no adapters"
 

@@ -27,7 +27,7 @@ from specexport.training.distill import divergence
 from specexport.training.loop import Log, Loss, adamw
 from specexport.training.options import within
 from specexport.training.predictions import Losses, measure_accuracy, summed_loss, train_over_hidden, weighted_loss
-from specexport.training.run import Place, Run, TrainingModel, choose_place, load_model, open_run, save_model
+from specexport.training.run import Place, Run, TrainingModel, load_target, open_run, save_model
 
 _NOISE = 0.01
 """Standard deviation of the initial weights of heads with several blocks."""
@@ -35,15 +35,12 @@ _NOISE = 0.01
 
 def train_medusa(options: MedusaTraining, log: Log) -> dict[str, Any]:
     """Trains heads, or a model with heads."""
-    place = choose_place(options)
-    base = load_model(options.target, place, frozen=options.stage == 1)
-    with open_run("train medusa", options, place, base, log) as run:
+    base = load_target(options, frozen=options.stage == 1)
+    with open_run("train medusa", options, base, log) as run:
         within("heads", options.heads, 1, run.window - 2, "two less than --seq-len")
         if options.self_distill:
             # Trained weights are in float32; sampling is twice as fast from a copy in bfloat16.
-            run.self_distill(
-                base if options.stage == 1 else load_model(options.target, place, frozen=True), options.self_distill
-            )
+            run.self_distill(base if options.stage == 1 else load_target(options), options.self_distill)
         run.describe_data()
         torch.manual_seed(options.seed)
         heads = new_heads(options.heads, options.layers, base.model, tied=options.tie_lm_head)
@@ -64,7 +61,7 @@ def train_medusa(options: MedusaTraining, log: Log) -> dict[str, Any]:
         if options.stage == 2:
             _train_jointly(run, heads, max(1, total - alone))
             run.record["lm_loss"] = _lm_loss(run)
-        accuracy = head_accuracy(heads, base.model, run.held_out, place)
+        accuracy = head_accuracy(heads, base.model, run.held_out, run.place)
         run.record["head_accuracy"] = accuracy.ranks
         with run.output() as folder:
             if options.stage == 1:

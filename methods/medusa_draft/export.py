@@ -71,7 +71,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
         step = StepModule(draft.model, [candidates], outputs, lowering, input_vocab=draft.input_vocab)
         with build.during("tracing the draft"), tracing(draft):
             graph = trace.trace_step(step, draft.cache)
-        model = write_draft(draft, build, graph, self.points(method, build.plan), method.role, name="step")
+        model = write_draft(draft, build, graph, self.points(method, build.plan), method, name="step")
         return msgspec.structs.replace(method, candidates=count, draft=model, model=model.source)
 
     def compare(self, method: MedusaDraft, run: Verification) -> tuple[str, Agreement] | None:

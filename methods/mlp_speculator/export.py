@@ -289,7 +289,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
             )
         with build.during("tracing the speculator"), tracing(checkpoint):
             graph = trace_speculator(stages, build.options.lowering)
-        model = write_draft(checkpoint, build, graph, self.points(method, build.plan), method.role)
+        model = write_draft(checkpoint, build, graph, self.points(method, build.plan), method)
         return msgspec.structs.replace(method, stages=len(stages), draft=model, model=model.source)
 
     def compare(self, method: MlpSpeculator, run: Verification) -> tuple[str, Agreement] | None:

@@ -52,6 +52,7 @@ class MlpSpeculator(DraftingMethod, frozen=True, kw_only=True, tag="mlp_speculat
     sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
     needs_training: ClassVar[str | None] = "a speculator"
     role: ClassVar[str] = "speculator"
+    draft_name: ClassVar[str] = "speculator"
     branching: ClassVar[Literal[0, 1, 2]] = 2
 
     @classmethod
@@ -133,7 +134,7 @@ class SpeculatorTraining(HiddenStateOptions, frozen=True, kw_only=True):
     def unused(self) -> Iterator[tuple[str, str]]:
         yield from super().unused()
         if not self.self_distill:
-            yield "data_first", "without --self-distill, the only one to use it"
+            yield "data_first", "without --self-distill, which alone uses it"
 
 
 TRAINING = Training(

@@ -16,7 +16,7 @@ from specexport.training.data import Windows
 from specexport.training.loop import Log
 from specexport.training.options import within
 from specexport.training.predictions import Losses, measure_accuracy, summed_loss, train_over_hidden
-from specexport.training.run import Place, choose_place, load_model, open_run
+from specexport.training.run import Place, load_target, open_run
 
 
 def train_mlp_speculator(options: SpeculatorTraining, log: Log) -> dict[str, Any]:
@@ -24,14 +24,13 @@ def train_mlp_speculator(options: SpeculatorTraining, log: Log) -> dict[str, Any
 
     As with theirs, training has two stages: first on the data, then on texts sampled from the model.
     """
-    place = choose_place(options)
-    base = load_model(options.target, place, frozen=True)
-    with open_run("train mlp-speculator", options, place, base, log) as run:
+    target = load_target(options)
+    with open_run("train mlp-speculator", options, target, log) as run:
         within("n_predict", options.n_predict, 1, run.window - 2, "two less than --seq-len")
         total = options.total_steps(len(run.windows))
         first = round(options.data_first * total) if options.self_distill else total
         torch.manual_seed(options.seed)
-        speculator = new_speculator(options, base.model)
+        speculator = new_speculator(options, target.model)
 
         def learn(name: str, steps: int, seed: int) -> None:
             run.describe_data()
@@ -47,10 +46,10 @@ def train_mlp_speculator(options: SpeculatorTraining, log: Log) -> dict[str, Any
         if first:
             learn("data", first, options.seed)
         if options.self_distill:
-            run.self_distill(base, options.self_distill)
+            run.self_distill(target, options.self_distill)
             # Another seed, so that batches do not repeat in the order of the first stage.
             learn("texts", max(1, total - first), options.seed + 1)
-        accuracy = stage_accuracy(speculator, base.model, run.held_out, place)
+        accuracy = stage_accuracy(speculator, target.model, run.held_out, run.place)
         run.record["stage_accuracy"] = accuracy.ranks
         run.record["acceptance_length"] = accuracy.chain_length
         with run.output() as folder:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -203,7 +203,6 @@ def _joined(shape: tuple[int, ...], parts: list[StoredTensor], path: Path) -> to
 class MTPExporter(OwnStateExporter[MTPOptions, MTP]):
     """Exports the layer that follows the target's last one."""
 
-    title: ClassVar[str] = "MTP layer"
     read = staticmethod(read_mtp)
 
     def method_for(self, options: MTPOptions, outline: Any, **fields: Any) -> MTP:

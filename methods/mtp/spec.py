@@ -20,6 +20,7 @@ class MTP(OwnStateDraft, frozen=True, kw_only=True, tag="mtp"):
 
     options: ClassVar[type[MethodOptions]] = MTPOptions
     role: ClassVar[str] = "mtp"
+    draft_name: ClassVar[str] = "MTP layer"
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:

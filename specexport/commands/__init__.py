@@ -1,4 +1,4 @@
-"""The commands of the command line, and the flags that several of them share."""
+"""The commands of the command line, and flags that several of them share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specexport.contract.errors import RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, GenerationDefaults
 from specexport.contract.methods import known, method_type, read_methods
-from specexport.contract.options import Options, option, options
+from specexport.contract.options import Options, dashed, option, options
 from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions
 from specexport.runtime import SamplingParams
@@ -24,7 +24,7 @@ SAMPLING = (
     *("max_tokens", "min_tokens", "stop", "stop_token_ids", "json_schema", "grammar", "skip_special_tokens"),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
-"""Sampling parameters that are flags, other than the seed."""
+"""Sampling parameters that are flags, except the seed."""
 BUILD_GROUP = "the build: if a model is built on first use"
 BUILD = [name for name in options(BuildSettings) if name not in options(SamplingParams)]
 _OPENING = [name for name in options(EngineOptions) if name not in options(BuildSettings) and name != "model"]
@@ -34,7 +34,7 @@ def read_text(path: Path, expected: str) -> str:
     """The text of a file that a flag names.
 
     Raises:
-        RequestError: it cannot be read, or is not UTF-8; says what was expected.
+        RequestError: the file cannot be read or is not UTF-8; says what was ``expected``.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -46,10 +46,10 @@ class Command(NamedTuple):
     """A command.
 
     Attributes:
-        flags: the options that become its flags, or a function that declares flags of several structs.
-        main: runs it with the options, or else with the namespace; returns the exit code. None if its flags declare
-            commands below it.
-        help: its description, a blank line and examples; by default the docstring of ``main``, or else of ``flags``.
+        flags: the options that become flags, or a function that declares the flags.
+        main: runs the command with these options, or else with the namespace; returns the exit status. None if
+            ``flags`` declares sub-commands.
+        help: a description, a blank line and examples; by default the docstring of ``main``, or else of ``flags``.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Command(NamedTuple):
     help: str = ""
 
     def add_to(self, commands: argparse._SubParsersAction[Any], declare: bool = True) -> None:
-        """Adds its parser to the commands of another; declaring its flags takes long."""
+        """Adds the command's parser to ``commands``, with its flags if ``declare``."""
         first, _, examples = (self.help or getdoc(self.main or self.flags) or "").partition("\n\n")
         summary = " ".join(first.replace("``", "").split())
         parser = commands.add_parser(self.name, help=summary, description=summary, epilog=examples)
@@ -75,7 +75,7 @@ class Command(NamedTuple):
 
 
 class BundleOptions(Options, frozen=True, kw_only=True):
-    """Options of commands over a bundle.
+    """Options of commands for a bundle.
 
     Attributes:
         bundle: a folder written by specexport build.
@@ -90,7 +90,7 @@ class MeasuringOptions(BundleOptions, frozen=True, kw_only=True):
     """Options of commands that measure a bundle.
 
     Attributes:
-        plot: also write a page with these tables and charts, which opens offline (default: none).
+        plot: also write a page with tables and charts that opens offline (default: none).
         threads: CPU threads (default: one per core).
     """
 
@@ -98,12 +98,12 @@ class MeasuringOptions(BundleOptions, frozen=True, kw_only=True):
     threads: Annotated[int | None, option("N", group="the engine", ge=1)] = None
 
     def check(self) -> None:
-        """Refuses a page that cannot be written, before anything is measured."""
+        """Refuses a page that cannot be written before anything is measured."""
         report.check_path("--plot", self.plot)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Declares a bundle or a model, and the flags of opening a bundle and of building a model, but ``--seed``."""
+    """Declares the argument for a bundle or a model, and the flags for opening and building it, but ``--seed``."""
     source = options(EngineOptions)["model"]
     parser.add_argument("model", metavar=source.about["metavar"], help=source.help)
     add_flags(parser, EngineOptions, [name for name in _OPENING if name != "seed"])
@@ -114,24 +114,27 @@ def engine_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``Frontend.open``: the flags of :func:`add_engine` that are set.
 
     Raises:
-        BuildError: a value is out of range.
+        UsageError: a value is out of range.
     """
     return flag_values(EngineOptions, arguments, ("model", *_OPENING, *BUILD))
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> None:
-    """Declares the flags of sampling and of the length of outputs.
+    """Declares the flags of sampling.
 
-    ``length`` is the most tokens if neither the command line nor the model sets them, ``seed`` the help of ``--seed``.
+    Args:
+        parser: the command's parser.
+        length: the maximum length of outputs in words, if neither the command line nor the model sets it.
+        seed: help text of ``--seed``.
     """
-    max_tokens = f"most tokens to generate (default: the model's own, else {length})"
+    max_tokens = f"maximum number of tokens to generate (default: the model's own, else {length})"
     defaults = dict.fromkeys(GenerationDefaults.__struct_fields__, "the model's own")
     add_flags(parser, SamplingParams, SAMPLING, unset=defaults, max_tokens=max_tokens)
     add_flags(parser, SamplingParams, ("seed",), seed=seed)
 
 
 def add_speculation(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of how a request speculates."""
+    """Declares the flags for the speculation of a request."""
     group_of(parser, "speculation").add_argument(
         "--no-speculation", action="store_true", help="decode plainly, for comparison"
     )
@@ -139,7 +142,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
-    """Keys of :class:`~specexport.runtime.speculative.Speculative` from :func:`add_speculation`'s flags, and ``extra``.
+    """Keys of :class:`~specexport.runtime.speculative.Speculative`: :func:`add_speculation`'s flags, and ``extra``.
 
     Raises:
         RequestError: flags contradict each other, or a model would be built without the method.
@@ -151,13 +154,12 @@ def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
     if not arguments.no_speculation:
         return keys
     if keys:
-        flag = next(iter(keys)).replace("_", "-")
-        raise RequestError(f"--{flag} was given with --no-speculation; give one of them")
+        raise RequestError(f"{dashed(next(iter(keys)))} was given with --no-speculation; give one of them")
     return {"num_speculative_tokens": 0}
 
 
 def _require_method(arguments: argparse.Namespace, method: str) -> None:
-    """Refuses a method that the build of a model leaves out, before it is built; a bundle knows its own."""
+    """Refuses a method that a model would be built without, before it is built."""
     config = flag_values(EngineOptions, arguments, ("speculative_config",)).get("speculative_config", ())
     name, _, _ = method.partition(":")
     if (expanded(arguments.model) / MANIFEST_NAME).is_file() or name not in known():
@@ -166,6 +168,6 @@ def _require_method(arguments: argparse.Namespace, method: str) -> None:
         return
     example = method if name != method else f"{method}:…"
     raise RequestError(
-        f"--method is {method!r}, which {arguments.model} would be built without; expected a look-up, or the name of a "
-        f"method that it is built with: --speculative-config {example} --method {name}"
+        f"--method is {method!r}, but {arguments.model} would be built without it; name a look-up, or a method to "
+        f"build with: --speculative-config {example} --method {name}"
     )

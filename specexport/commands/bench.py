@@ -32,17 +32,17 @@ _FILES = ("queue.py", "heapq.py", "shlex.py", "textwrap.py", "sched.py", "fnmatc
 _TOPICS = ("objects", "typesmapping", "exceptions", "formatstrings", "naming", "yield", "class", "import")
 """Topics of Python's help texts (``pydoc_data.topics``), which are prose."""
 _SKIPPED = 200
-"""Tokens left out at a file's start, where licences and lists of names are."""
+"""Number of tokens left out at the start of a file, with licences and lists of names."""
 _COPIED = 48
-"""Tokens of an edit's copy that are part of its prompt."""
+"""Number of tokens that the prompt of an edit has of the copy."""
 
 Encode = Callable[[str], list[int]]
 DEFAULT = "default"
-"""The name of requests without a method, whose steps draft as many tokens as pay."""
+"""Name for requests that name no method, whose steps draft as many tokens as pay."""
 _WARM_UP = 12
-"""Tokens of an output that warms up."""
-_MOST_NOISE = 1.1
-"""Factor by which times may be off on an idle machine."""
+"""Number of output tokens of a warm-up."""
+_MAX_NOISE = 1.1
+"""Factor by which times may be wrong on an idle machine."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,10 @@ class Task:
 
 
 def built_in_tasks(encode: Encode, count: int, tokens: int) -> list[Task]:
-    """Tasks of three workloads: ``completion`` continues code, ``edit`` copies code, and ``text`` continues prose.
+    """Tasks of three workloads: ``completion`` continues code, ``edit`` copies code, ``text`` continues prose.
 
-    At most eight of each, with prompts of ``tokens`` tokens; those of edits also have the beginning of the copy.
+    There are ``count`` of each, at most eight, with prompts of ``tokens`` tokens; edits also have the beginning of the
+    copy.
 
     Raises:
         RequestError: Python was installed without its sources.
@@ -73,7 +74,7 @@ def built_in_tasks(encode: Encode, count: int, tokens: int) -> list[Task]:
             code = encode((stdlib / name).read_text(encoding="utf-8"))[_SKIPPED:]
         except OSError as error:
             raise RequestError(
-                f"{stdlib / name}: {error}; this Python has no sources to measure on, pass --data"
+                f"{stdlib / name}: {error}; this Python has no sources to measure on; pass --data"
             ) from error
         tasks.append(Task("completion", code[:tokens]))
         body = code[:tokens]
@@ -84,7 +85,7 @@ def built_in_tasks(encode: Encode, count: int, tokens: int) -> list[Task]:
 
 
 class Line(msgspec.Struct):
-    """A line of a ``.jsonl``; other keys are ignored."""
+    """A line of a ``.jsonl`` file; other keys are ignored."""
 
     text: str
     workload: str = "data"
@@ -92,12 +93,12 @@ class Line(msgspec.Struct):
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The objects of JSON lines, without empty lines.
+    """The objects of a file of JSON lines; empty lines are skipped.
 
     Raises:
-        RequestError: the file is missing, or has a line without a text; names it.
+        RequestError: the file is missing, or a line has no text; names the line.
     """
-    # Texts in JSON may hold what str.splitlines takes for line ends.
+    # Not str.splitlines, which also splits at characters that texts in JSON may contain.
     for number, line in enumerate(read_text(path, "a file of JSON lines").split("\n"), start=1):
         if line.strip():
             try:
@@ -109,10 +110,10 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def read_tasks(encode: Encode, files: Sequence[Path], count: int, tokens: int) -> list[Task]:
-    """Tasks from JSON lines: objects with a ``text``, and perhaps a ``workload`` and a ``hypothesis``.
+    """Tasks from files of JSON lines; see :class:`Line`.
 
     Raises:
-        RequestError: a file is missing, or has an invalid line; names it.
+        RequestError: a file is missing, or a line is invalid; names it.
     """
     tasks: list[Task] = []
     for path in files:
@@ -121,7 +122,7 @@ def read_tasks(encode: Encode, files: Sequence[Path], count: int, tokens: int) -
                 expected = encode(line.hypothesis) if line.hypothesis is not None else None
                 tasks.append(Task(line.workload, encode(line.text)[-tokens:], expected))
     if not tasks:
-        raise RequestError(f"{', '.join(map(str, files))}: no text; expected JSON lines with one each")
+        raise RequestError(f"{', '.join(map(str, files))}: no text; expected JSON lines with a text each")
     return tasks
 
 
@@ -131,7 +132,7 @@ class Result:
 
     Attributes:
         plain_seconds: time of plain decoding of the same requests, in turns with the method.
-        differences: the index of the first token that differs from plain decoding's, for each request with one.
+        differences: index of the first token that differs from plain decoding's, for each differing request.
     """
 
     steps: int = 0
@@ -144,20 +145,21 @@ class Result:
 
     @property
     def tokens_per_step(self) -> float:
-        """Acceptance length."""
+        """The acceptance length."""
         return self.tokens / self.steps
 
     @property
     def speed_up(self) -> float:
-        """Tokens a second over plain decoding's."""
+        """Tokens per second over plain decoding's."""
         return (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
 
     @property
     def contradictory(self) -> bool:
-        """Whether the speed-up is impossible: it is at most the acceptance length, as a step takes at least as long as
-        a plain one. Another program must have slowed down plain decoding.
+        """Whether the speed-up is impossible, as another program slowed down plain decoding.
+
+        It is at most the acceptance length, as steps are no faster than plain steps.
         """
-        return self.speed_up > _MOST_NOISE * self.tokens_per_step
+        return self.speed_up > _MAX_NOISE * self.tokens_per_step
 
     def add(self, completion: Completion, plain: Completion) -> None:
         stats = completion.stats
@@ -178,10 +180,10 @@ class MethodRow:
     """A method's row in the comparison.
 
     Attributes:
-        training: what has to be trained for it; None for nothing.
+        training: the parts that have to be trained; None for none.
         memory: bytes in addition to the target and its cache, with a cache for the longest text.
-        results: by workload, without those that it cannot run.
-        chosen: number of steps by the method that proposed, plain ones included.
+        results: results by workload, for workloads that the method can run.
+        chosen: number of steps by the method that proposed, plain steps included.
     """
 
     method: str
@@ -192,16 +194,16 @@ class MethodRow:
 
     @property
     def lossless(self) -> bool:
-        """Whether every text equals plain decoding's, token for token."""
+        """Whether all texts equal plain decoding's, token for token."""
         return not any(result.differences for result in self.results.values())
 
 
 def compare(
     engine: Engine, names: Sequence[str], tasks: Sequence[Task], max_tokens: int, progress: Progress
 ) -> list[MethodRow]:
-    """Decodes every task greedily, plainly and with every method in turns, so that drift affects all equally.
+    """Decodes every task greedily, plainly and with each method in turns, so that drift affects all equally.
 
-    Methods use their default trees; ``DEFAULT`` is a request without a method.
+    Methods use their default trees; ``DEFAULT`` stands for requests that name no method.
 
     Raises:
         RequestError: a method is not in the bundle, or a task leaves no room for output.
@@ -249,7 +251,7 @@ def compare(
 
 
 def _speculative(name: str, method: Method, task: Task) -> Speculative | None:
-    """How a task speculates with a method and its default tree."""
+    """The speculation of a task with a method and its default tree."""
     if name == DEFAULT:
         return None
     expected = tuple(task.hypothesis or ()) if method.takes_hypothesis else None
@@ -261,14 +263,14 @@ class BenchOptions(MeasuringOptions, frozen=True, kw_only=True):
     """Options of ``specexport bench``.
 
     Attributes:
-        methods: methods the bundle was built for and those that need no graph, each with its default tree; 'default' is
-            a request that names none, whose steps draft as many tokens as pay.
+        methods: methods of the bundle and methods without a graph, each with its default tree; 'default' names no
+            method, so that steps draft as many tokens as pay.
         data: lines such as {"text": "...", "workload": "chat", "hypothesis": "..."}, the last two optional (default:
-            code completion, copying edits and prose, made of Python's own sources and help texts).
-        prompts: prompts of each workload.
-        prompt_tokens: most tokens of a prompt.
-        max_tokens: tokens to generate for each.
-        calibrate: measure what steps cost on this machine, which decides how many tokens steps of 'default' draft.
+            code completion, copying edits and prose from Python's sources and help texts).
+        prompts: prompts per workload.
+        prompt_tokens: maximum number of tokens of a prompt.
+        max_tokens: tokens to generate for each prompt.
+        calibrate: measure the costs of steps on this machine, by which steps of 'default' choose how much to draft.
     """
 
     methods: Annotated[str, option("NAME[,NAME...]")] = "all"
@@ -277,12 +279,12 @@ class BenchOptions(MeasuringOptions, frozen=True, kw_only=True):
     prompt_tokens: Annotated[int, option("N", ge=2)] = 128
     max_tokens: Annotated[int, option("N", short="-n", ge=2)] = 64
     calibrate: Annotated[
-        bool, option(group="the engine", off="do not measure what steps cost here; leaves out 'default'")
+        bool, option(group="the engine", off="do not measure the costs of steps; leaves out 'default'")
     ] = True
 
 
 def bench_command(command: BenchOptions) -> int:
-    """Compare a bundle's methods on this machine: tokens a step, speed-up, memory, and that texts are equal.
+    """Compare a bundle's methods on this machine: tokens a step, speed-up, memory, and whether texts are equal.
 
     Example:
         specexport bench qwen3/ --methods draft_model,ngram --data prompts.jsonl --plot bench.html
@@ -320,7 +322,7 @@ def bench_command(command: BenchOptions) -> int:
             if result.differences:
                 print(
                     f"{row.method}: {workload}: {len(result.differences)} of {result.requests} texts differ from plain "
-                    f"decoding's, the first after {min(result.differences)} tokens; 'specexport verify' says whether "
+                    f"decoding's, the first after {min(result.differences)} tokens; 'specexport verify' tells whether "
                     "two tokens tied there",
                     file=sys.stderr,
                 )
@@ -328,7 +330,7 @@ def bench_command(command: BenchOptions) -> int:
 
 
 def table(rows: list[MethodRow], names: list[str]) -> Table:
-    """The rows, with tokens a step and the speed-up over plain decoding for each workload."""
+    """The comparison, with tokens a step and the speed-up over plain decoding for each workload."""
     comparison = Table(
         "greedy, in turns with plain decoding: tokens a step, speed-up",
         ("method", "training", "extra memory", *names, "lossless"),
@@ -355,7 +357,7 @@ def table(rows: list[MethodRow], names: list[str]) -> Table:
 def _bars(
     label: str, rows: list[MethodRow], name: str = "tokens_per_step", level: tuple[str, float] | None = None
 ) -> str:
-    """A bar chart of a figure of every method on every workload."""
+    """A bar chart of a figure for each method and workload."""
     groups: dict[str, dict[str, float]] = {}
     for row in rows:
         for workload, result in row.results.items():

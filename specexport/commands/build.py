@@ -1,4 +1,4 @@
-"""Commands that create: ``build``, ``compile`` and ``train``."""
+"""Commands that build and train: ``build``, ``compile`` and ``train``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from specexport.commands.inspect import summary
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, TrainError
 from specexport.contract.methods import known, method_type, part
-from specexport.contract.options import options
+from specexport.contract.options import dashed, options
 from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions, BuildSettings, require_effect
@@ -50,7 +50,7 @@ def build_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def build_command(arguments: argparse.Namespace) -> int:
-    """Build a bundle from a target and methods to speculate: a draft, Medusa heads, an MLP speculator, look-ups.
+    """Build a bundle from a target and methods of speculation: a draft, Medusa heads, an MLP speculator, look-ups.
 
     Examples:
         specexport build --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --precision int8 -o qwen3/
@@ -70,19 +70,20 @@ def build_command(arguments: argparse.Namespace) -> int:
     for role, model in manifest.models.items():
         before = model.precision.quantized_before
         if before is not None and before.converted_rms_error is not None:
-            stored = "int8" if model.precision.weights == "stored" else model.precision.weights
+            name, weights = manifest.model_names[role], model.precision.weights
             print(
-                f"warning: {before.converted} of the {role}'s {before.format} matrices were rounded again, to "
-                f"{stored}, as their scales do not fit: error {before.converted_rms_error:.2%}",
+                f"warning: {before.converted} of the {name}'s {before.format} matrices were rounded again, to "
+                f"{'int8' if weights == 'stored' else weights}, as their scales do not fit: error "
+                f"{before.converted_rms_error:.2%}",
                 file=sys.stderr,
             )
     return 0
 
 
 def _engines(arguments: argparse.Namespace) -> CompileOptions | None:
-    """Options for compiling engines now; None if there are none to compile."""
+    """The options for compiling engines now; None if there are none to compile."""
     chosen = {name: getattr(arguments, name) for name in _ENGINES if hasattr(arguments, name)}
-    flag = next((f"--{name.replace('_', '-')}" for name in chosen), None)
+    flag = next(map(dashed, chosen), None)
     backend, later = getattr(arguments, "backend", None), arguments.no_compile
     if backend not in ENGINE_RUNTIMES:
         if flag is not None or later:
@@ -101,7 +102,7 @@ def compile_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_command(arguments: argparse.Namespace) -> int:
-    """Add engines to a bundle: its graphs compiled by TensorRT, or as onnxruntime runs them on a GPU.
+    """Add engines to a bundle: its graphs compiled by TensorRT, or rewritten for onnxruntime on a GPU.
 
     Example:
         specexport compile qwen3/ --backend tensorrt --compute fp16 --engine-batch-sizes 1,4
@@ -126,7 +127,7 @@ def render(report: CompileReport) -> Table:
         "lrrlr",
     )
     for engine in report.engines:
-        attention = f"{engine.attentions} fused" if engine.attentions else "none, or spelt out in the graph"
+        attention = f"{engine.attentions} fused" if engine.attentions else "none, or spelled out in the graph"
         if engine.decomposed is not None:
             attention = f"{engine.attentions} decomposed: {engine.decomposed}"
         row = (engine.file, str(engine.profiles), str(engine.layers), attention)

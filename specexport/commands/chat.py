@@ -28,21 +28,22 @@ from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.tables import Styled, Table
 
 _AUTO, _PLAIN = "auto", "plain"
-"""Names in ``/method`` of the default, and of plain decoding."""
+"""Names of the default and of plain decoding in ``/method``."""
 _COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?$", re.DOTALL)
-"""Messages that begin with a path or a space are not commands."""
+"""Commands; messages that begin with a path or a space are none."""
 
 
 @dataclass
 class Conversation:
-    """Turns with a model, formatted by its chat template. The prefix cache keeps the rows of earlier turns.
+    """A conversation with a model, formatted by its chat template. The prefix cache keeps the rows of earlier turns.
 
-    When the turns outgrow the context, the first ones are left out. The prompt then has another prefix and is read
-    again, so as many are left out as halve it: the following turns can use the cache again.
+    When the conversation outgrows the context, its first turns are left out. The prompt then has another prefix and is
+    read again, so enough turns are left out to halve it: later turns can then use the cache again.
 
     Attributes:
-        speculative: how it speculates; None for the frontend's default.
+        speculative: how to speculate; None for the frontend's default.
         system: the system prompt; empty for none.
+        turns: the questions and answers.
         unread: number of first turns that the model no longer reads.
 
     Raises:
@@ -64,7 +65,7 @@ class Conversation:
         return self._messages(0)
 
     def instruct(self, system: str) -> None:
-        """Sets the system prompt, for the following answers.
+        """Sets the system prompt of the following answers.
 
         Raises:
             RequestError: the chat template refuses it.
@@ -77,7 +78,7 @@ class Conversation:
             raise
 
     def reset(self) -> None:
-        """Removes the turns, not the system prompt."""
+        """Removes the turns, but not the system prompt."""
         self.turns.clear()
         self.unread = 0
 
@@ -85,7 +86,7 @@ class Conversation:
         """Streams the answer to a question; :meth:`add` appends both as a turn.
 
         Raises:
-            ContextLengthError: the context does not even hold the question.
+            ContextLengthError: the question alone overfills the context.
             RequestError: the chat template refuses it, or a parameter cannot be honoured.
         """
         prompt, unread = self._prompt(question)
@@ -97,7 +98,7 @@ class Conversation:
         self.turns.append((question, answer))
 
     def _prompt(self, question: str) -> tuple[list[int], int]:
-        """The prompt's tokens, and the number of turns that are left out."""
+        """The tokens of the prompt, and the number of turns that it leaves out."""
         context = self.frontend.engine.max_model_len
         limit = context - min(context // 4, self.params.max_tokens or context)  # room for an answer
         last = len(self.turns) - 1
@@ -120,8 +121,8 @@ class _ChatOptions(Options, frozen=True, kw_only=True):
     """Options of ``specexport chat``.
 
     Attributes:
-        system: the system prompt (default: the template's own).
-        show_drafts: underline accepted draft tokens; put them into [brackets] where nothing can be underlined.
+        system: system prompt (default: the template's own).
+        show_drafts: underline accepted draft tokens, or put them into [brackets] without a terminal.
     """
 
     system: Annotated[str, option("TEXT")] = ""
@@ -133,20 +134,20 @@ def chat_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, _ChatOptions)
     add_sampling(
         parser,
-        length="what the context holds",
-        seed="gives each answer a seed of its own, the same again in the next session; 'specexport run --help' says "
-        "what it fixes (default: new ones each time)",
+        length="the rest of the context",
+        seed="determines the seeds of answers, the same in each session; see 'specexport run --help' (default: new "
+        "seeds)",
     )
     add_speculation(parser)
     add_engine(parser)
 
 
 def chat_command(arguments: argparse.Namespace) -> int:
-    """Talk with a model that has a chat template.
+    """Chat with a model that has a chat template.
 
-    Each answer ends with how fast it was. Ctrl-C stops an answer, Ctrl-D leaves; /help lists the commands.
-    From a pipe or a file each line is a message, and so are several lines between triple double quotes; answers go to
-    standard output, all else to standard error. 'run --chat' takes all of standard input as one message.
+    The speed is shown after each answer. Ctrl-C stops an answer, Ctrl-D leaves; /help lists the commands.
+    In a pipe or a file, each line is a message, and so are several lines between triple double quotes; answers go to
+    standard output, all else to standard error. 'run --chat' reads all of standard input as one message.
 
     Examples:
         specexport chat qwen3/ --system "You are a terse expert." --show-drafts
@@ -167,10 +168,10 @@ def chat_command(arguments: argparse.Namespace) -> int:
 
 
 class Session:
-    """A conversation at a terminal, until its user leaves.
+    """A conversation at a terminal.
 
     Attributes:
-        commands: slash commands by name: methods that take the rest of the message.
+        commands: the methods of slash commands, by name; they take the rest of the message.
     """
 
     def __init__(self, conversation: Conversation, terminal: Terminal, show_drafts: bool = False) -> None:
@@ -186,10 +187,10 @@ class Session:
         self._stopped = False  # by Ctrl-C; the next Ctrl-C leaves
 
     def run(self) -> None:
-        """Reads messages and answers them.
+        """Reads messages and answers them until the user leaves.
 
         Raises:
-            SpecExportError: a message or an answer failed, and messages are not typed.
+            SpecExportError: a message or an answer failed, unless messages are typed.
         """
         if self._terminal.interactive:
             self._terminal.notice(
@@ -199,7 +200,7 @@ class Session:
             pass
 
     def _turn(self) -> bool:
-        """Reads a message and does what it asks for; False to leave."""
+        """Reads and handles a message; False to leave."""
         terminal = self._terminal
         try:
             message = terminal.message()
@@ -271,28 +272,30 @@ class Session:
         )
 
     def _help(self, _: str) -> None:
-        """List what can be typed."""
+        """List the commands and keys."""
         table = Table()
         for name, command in self.commands.items():
             words = (command.__doc__ or "").partition("\n")[0].split(": ", 1)
             table.add_row(f"/{name} {words[0] if len(words) > 1 else ''}".rstrip(), words[-1])
-        table.add_row('""" … """', "Send several lines as one message, as a backslash at a line's end does.")
+        table.add_row(
+            '""" … """', "Send several lines as one message; a backslash at the end of a line continues it, too."
+        )
         table.add_row("Ctrl-C", "Stop the answer; at the prompt, twice, leave. Ctrl-D leaves at once.")
         self._terminal.notice(table)
 
     def _system(self, text: str) -> None:
-        """[TEXT]: Set the system prompt of the next answers, "" for none; show it."""
+        """[TEXT]: Show the system prompt, or set it for the next answers; "" for none."""
         if text:
             self._conversation.instruct("" if text in ('""', "''") else text)
         self._terminal.notice(f"System prompt: {self._conversation.system or 'none but what the template may have'}")
 
     def _reset(self, _: str) -> None:
-        """Forget the conversation, not the system prompt."""
+        """Forget the conversation, but not the system prompt."""
         self._conversation.reset()
         self._terminal.notice("The conversation starts over.")
 
     def _stats(self, _: str) -> None:
-        """Show what the last answer cost, and how full the context is."""
+        """Show the costs of the last answer and how full the context is."""
         if self._last is None:
             self._terminal.notice("There is no answer yet.")
             return
@@ -304,7 +307,7 @@ class Session:
         )
 
     def _choose_method(self, name: str) -> None:
-        """[NAME]: Choose how to speculate, or list the methods with their speeds."""
+        """[NAME]: Choose a method of speculation, or list the methods with their speeds."""
         methods = self._frontend.engine.methods
         offered = [_AUTO, _PLAIN, *(name for name, method in methods.items() if not method.takes_hypothesis)]
         if name and name not in offered:
@@ -326,7 +329,7 @@ class Session:
         self._terminal.notice(table)
 
     def _save(self, name: str) -> None:
-        """FILE: Write the conversation as JSON: messages, as OpenAI's API has them."""
+        """FILE: Write the conversation as JSON, with messages as in OpenAI's API."""
         if not name:
             raise RequestError("/save: no file; expected /save FILE")
         path = expanded(name, RequestError)
@@ -359,7 +362,7 @@ def _label(chosen: Speculative) -> str:
 
 
 def _speed(stats: Stats) -> str:
-    """An answer's speed and acceptance."""
+    """The speed and acceptance of an answer, in words."""
     text = f"{counted(stats.output_tokens, 'token')} at {stats.tokens_per_second:.1f} a second"
     if not stats.drafted:
         return f"{text}, none of them drafted."

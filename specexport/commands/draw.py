@@ -31,9 +31,9 @@ class DrawOptions(Options, frozen=True, kw_only=True):
     """Options of ``specexport draw``.
 
     Attributes:
-        tree: a bundle, a tree's JSON file or a preset's name.
-        output: the picture to write.
-        method: whose tree (default: the bundle's first).
+        tree: a bundle, the JSON file of a tree, or the name of a preset.
+        output: picture to write.
+        method: method of the bundle whose tree to draw (default: the first).
     """
 
     tree: Annotated[Path, option("BUNDLE_OR_TREE", positional=True)]
@@ -54,26 +54,26 @@ def draw_command(command: DrawOptions) -> int:
 
 
 def tree_of(source: Path, method: str | None) -> TokenTree:
-    """The tree of a bundle's method (None for its first), of a file or of a preset.
+    """The tree of a bundle's method, None for its first; or of a file or a preset.
 
     Raises:
-        RequestError: the bundle lacks the method, or was built without one, or a method is named without a bundle.
-        SpecExportError: there is no tree.
+        RequestError: the bundle lacks the method or any method, or a method is named without a bundle.
+        SpecExportError: there is no such tree.
     """
     if source.is_dir():
         return _bundled_tree(read_manifest(source), method)
     if method is not None:
-        raise RequestError("--method was given with a tree; it chooses one of a bundle's methods")
+        raise RequestError("--method was given with a tree; it chooses a method of a bundle")
     return TokenTree.load(source)
 
 
 def size_of(tree: TokenTree) -> str:
-    """A tree's nodes and depth in words."""
+    """The nodes and the depth of a tree, in words."""
     return f"{counted(len(tree), 'node')} with the root, depth {tree.depth}"
 
 
 def terminal_tree(tree: TokenTree) -> str:
-    """A line a node, with its number in the step's order and its rank among its parent's continuations."""
+    """A drawing with a line per node: its number in the step's order, and its rank among its siblings."""
     lines = ["0  last token"]
 
     def draw(children: Sequence[int], indent: str) -> None:
@@ -98,7 +98,7 @@ def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
 
 
 def svg(tree: TokenTree) -> str:
-    """A tree from left to right: every node with its number in the step's order, first choices coloured."""
+    """A drawing from left to right: nodes with their numbers in the step's order, and first choices in colour."""
     rows = dict(zip((path[-1] for path in sorted(tree.leaf_paths)), range(len(tree)), strict=False))
     y = {leaf: (row + 0.5) * _ROW for leaf, row in rows.items()}
     for node in reversed(range(len(tree))):  # a parent is centred on its children

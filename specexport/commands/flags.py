@@ -1,14 +1,15 @@
-"""Structs of options as flags of the command line and back; ``--method`` and the flags that stand for it."""
+"""Declares the options of a struct as flags and reads them; ``--method`` and its short forms."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from specexport.contract.errors import BuildError
+from specexport.contract.errors import BuildError, SpecExportError
 from specexport.contract.methods import (
     Flag,
     MethodOptions,
@@ -18,11 +19,24 @@ from specexport.contract.methods import (
     parse_method,
     read_method,
 )
-from specexport.contract.options import REQUIRED, Option, Options, checked, options
+from specexport.contract.options import REQUIRED, Option, Options, checked, dashed, options
 
 O = TypeVar("O", bound=Options)
 _Values = list[tuple[str, Any]]
-"""``--method`` and its short forms on a command line, with their values, in order: the first method is the default."""
+"""``--method`` and its short forms with their values, in the order of the command line; the first is the default."""
+
+
+class UsageError(SpecExportError):
+    """A flag has a wrong value; ends the command with status 2, like argparse's errors."""
+
+
+@contextlib.contextmanager
+def _usage() -> Iterator[None]:
+    """Turns errors about options into usage errors."""
+    try:
+        yield
+    except SpecExportError as error:
+        raise UsageError(str(error)) from error
 
 
 def add_flags(
@@ -34,15 +48,15 @@ def add_flags(
     unset: Mapping[str, str] | None = None,
     **help: str,
 ) -> None:
-    """Declares a flag for each option, under its heading. A flag that is left out is not in the namespace.
+    """Declares a flag for each option, under its heading. Flags that are not given are not in the namespace.
 
     Args:
-        parser: the command's.
-        kind: the options.
-        names: those that get a flag; None for all.
-        group: a heading for all of them, instead of those of the options.
-        unset: what some of them are without their flag, where that is not the options' default.
-        help: another help for some of them, perhaps with another default.
+        parser: the command's parser.
+        kind: the struct of options.
+        names: the options that get a flag; None for all.
+        group: heading of all flags, instead of the options' own headings.
+        unset: default values in words, by option, if they differ from the struct's.
+        help: help texts by option, if they differ from the struct's; they may state a default.
     """
     for name, option in options(kind).items():
         if (names is None or name in names) and not option.about.get("hidden"):
@@ -53,20 +67,26 @@ def add_flags(
 def flag_values(
     kind: type[Options], arguments: argparse.Namespace, names: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """The options that the command line sets, those of ``names`` or all.
+    """The options that the command line sets, of all or of ``names``.
 
     Raises:
-        SpecExportError: a value is out of range; names the flag.
+        UsageError: a value is out of range; names the flag.
     """
     declared = options(kind)
     chosen = declared.keys() if names is None else declared.keys() & names
     values = {name: getattr(arguments, name) for name in declared if name in chosen and hasattr(arguments, name)}
-    checked(kind, values, lambda name: flag(declared[name]))
+    with _usage():
+        checked(kind, values, lambda name: flag(declared[name]))
     return values
 
 
 def from_flags(kind: type[O], arguments: argparse.Namespace, **others: Any) -> O:
-    """The options that a command line asks for; ``others`` are fields without a flag. Errors: :func:`flag_values`."""
+    """The options that a command line asks for; ``others`` are fields without a flag.
+
+    Raises:
+        UsageError: a value is out of range; names the flag.
+        SpecExportError: options contradict each other.
+    """
     return kind(**flag_values(kind, arguments, options(kind).keys() - others.keys()), **others)
 
 
@@ -74,11 +94,11 @@ def flag(option: Option) -> str:
     """The name of an option on the command line."""
     if option.about.get("positional"):
         return str(option.about["metavar"])
-    return f"--{'no-' if option.default is True else ''}{option.name.replace('_', '-')}"
+    return dashed(f"no_{option.name}" if option.default is True else option.name)
 
 
 def group_of(parser: argparse.ArgumentParser, heading: str | None) -> argparse._ActionsContainer:
-    """A parser's group of a heading; a description may follow after a colon."""
+    """The parser's group with a heading, created if needed; a description may follow the heading after a colon."""
     if heading is None:
         return parser
     title, _, text = heading.partition(": ")
@@ -93,7 +113,8 @@ def _add(group: argparse._ActionsContainer, option: Option, help: str, default: 
         how |= {"action": "store_false" if option.default else "store_true"}
         help = about.get("off", help) if option.default else help
     else:
-        how |= {"type": about.get("parse", str if option.kind is object else option.kind), "metavar": about["metavar"]}
+        parse = about.get("parse", str if option.kind is object else option.kind)
+        how |= {"type": _usage()(parse) if "parse" in about else parse, "metavar": about["metavar"]}
         if option.choices and about["metavar"] is None:
             how["choices"] = option.choices
         elif option.choices:
@@ -115,7 +136,7 @@ def _add(group: argparse._ActionsContainer, option: Option, help: str, default: 
 
 
 class _Once(argparse.Action):
-    """Keeps a value and refuses a second; argparse would silently drop the first."""
+    """Stores a value and refuses a second one; argparse would silently drop the first."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         if hasattr(namespace, self.dest):
@@ -123,8 +144,8 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-class _Remember(argparse.Action):
-    """Keeps a flag and its value in the order of the command line."""
+class _AppendInOrder(argparse.Action):
+    """Appends the flag with its value, so that different flags keep their order."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         earlier: _Values = list(getattr(namespace, self.dest) or ())
@@ -137,46 +158,47 @@ def _flags() -> list[tuple[str, Flag]]:
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Declares ``--method``, its short forms and their common flags; returns their group."""
-    group = parser.add_argument_group("methods", "the first is the default; requests may choose the others by name")
+    group = parser.add_argument_group("methods", "the first is the default; requests may choose others by name")
     group.add_argument(
         "--method",
-        action=_Remember,
+        action=_AppendInOrder,
         dest="methods",
         metavar="NAME[:VALUE][,key=value]",
-        help=f"{', '.join(known())}; VALUE is that of the main key; a key given twice has two values. The flags below "
-        "are short forms (default: none; draft tokens are then looked up in the text)",
+        help=f"{', '.join(known())}; VALUE sets the main key; a key given twice has two values. The flags below are "
+        "short forms (default: none; draft tokens are then looked up in the text)",
     )
     for _, flag in _flags():
         if flag.key is None:
-            group.add_argument(flag.name, action=_Remember, dest="methods", nargs=0, const=True, help=flag.help)
+            group.add_argument(flag.name, action=_AppendInOrder, dest="methods", nargs=0, const=True, help=flag.help)
         else:
             optional: dict[str, Any] = {"nargs": "?", "const": flag.const} if flag.const is not None else {}
             group.add_argument(
-                flag.name, action=_Remember, dest="methods", metavar=flag.metavar, help=flag.help, **optional
+                flag.name, action=_AppendInOrder, dest="methods", metavar=flag.metavar, help=flag.help, **optional
             )
     group.add_argument(
         "--num-speculative-tokens",
         type=_draft_tokens,
         metavar="K[,K...]",
-        help="draft tokens a step of every method without a number of its own: a chain, or its best tree of that size; "
-        "of several the first is the default (default: the method's own)",
+        help="draft tokens per step of methods without their own number, as a chain or the best tree of that size; the "
+        "first of several is the default (default: the method's own)",
     )
     group.add_argument(
         "--tree",
         action="append",
         default=[],
         metavar="FILE_OR_PRESET",
-        help="token tree to verify, for the methods that fill any tree: JSON or a preset's name; repeatable, the first "
-        "is the default (default: the method's own)",
+        help="token tree for methods that fill any tree: a JSON file or the name of a preset; repeatable, the first is "
+        "the default (default: the method's own)",
     )
     return group
 
 
+@_usage()
 def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
-    """The methods a command line asks for.
+    """The methods that a command line asks for.
 
     Raises:
-        BuildError: a flag is there without the one it belongs to, or a method's options are wrong.
+        UsageError: a flag was given without the flag that it belongs to, or a method's options are wrong.
     """
     flags = {flag.name: (name, flag) for name, flag in _flags()}
     last = dict(arguments.methods or ())
@@ -196,11 +218,11 @@ def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
 
 
 def _short_form(name: str, flag: Flag, value: Any, values: Mapping[str, Any]) -> MethodOptions:
-    """The method that a flag stands for, with its value and those of other flags, ``values``, that it claims."""
+    """The method of a short form, given its value and the ``values`` of flags that belong to it."""
     mapping = {"method": name} | ({} if flag.key is None else {flag.key: value})
     for other, key in (flag.claims or {}).items():
         if other not in values:
-            raise BuildError(f"{flag.name} was given without {other}, which it is for")
+            raise BuildError(f"{flag.name} was given without {other}; give both")
         mapping[key] = values[other]
     return read_method(mapping, flag.name, strict=False)
 
@@ -214,13 +236,13 @@ def _with_common_options(
         raise BuildError(f"{flag} was given without a method; nothing would propose those tokens")
     if sizes and all(method_type(method.name).own_widths for method in methods):
         raise BuildError(
-            f"--num-speculative-tokens was given, but the steps of {', '.join(m.name for m in methods)} follow from "
-            "other options"
+            "--num-speculative-tokens was given, but the methods set it by options of their own "
+            f"({', '.join(m.name for m in methods)})"
         )
     complete: list[MethodOptions] = []
     widest = max((method_type(method.name).branching for method in methods), default=0)
     if trees and not widest:
-        raise BuildError(f"--tree was given, but {', '.join(m.name for m in methods)} propose no trees")
+        raise BuildError(f"--tree was given, but no method proposes trees ({', '.join(m.name for m in methods)})")
     for method in methods:
         mapping: dict[str, Any] = {}
         if sizes and not method.sizes and not method_type(method.name).own_widths:
@@ -232,7 +254,7 @@ def _with_common_options(
 
 
 def with_keys(method: MethodOptions, keys: dict[str, Any]) -> MethodOptions:
-    """A method with other values of some keys."""
+    """The method with other values of some keys."""
     if not keys:
         return method
     return read_method({"method": method.name, **msgspec.structs.asdict(method), **keys})
@@ -242,4 +264,4 @@ def _draft_tokens(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or several with commas between") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, or several separated by commas") from None

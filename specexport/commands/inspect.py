@@ -1,4 +1,4 @@
-"""Commands that look into a bundle: ``inspect`` and ``verify``."""
+"""Commands that examine a bundle: ``inspect`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class InspectOptions(BundleOptions, frozen=True, kw_only=True):
     """Options of ``specexport inspect``.
 
     Attributes:
-        bundle: a folder written by specexport build; with --tree also a tree's JSON file or a preset's name.
-        tree: draw the token tree a step verifies.
-        method: with --tree: whose tree (default: the bundle's first).
-        hashes: also check every file's SHA-256.
+        bundle: a folder written by specexport build; with --tree also the JSON file of a tree or the name of a preset.
+        tree: draw the token tree that a step verifies.
+        method: with --tree, the method whose tree to draw (default: the bundle's first).
+        hashes: also check the SHA-256 of every file.
     """
 
     bundle: Annotated[Path, option("BUNDLE", positional=True)]
@@ -41,7 +41,7 @@ class InspectOptions(BundleOptions, frozen=True, kw_only=True):
 
 
 def inspect_command(command: InspectOptions) -> int:
-    """Show what is in a bundle.
+    """Show the content of a bundle.
 
     Examples:
         specexport inspect qwen3/ --hashes
@@ -66,7 +66,7 @@ def inspect_command(command: InspectOptions) -> int:
 
 
 def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
-    """A bundle's content: a table with a column for each model, and one with common properties."""
+    """The content of a bundle: a table with a column for each model, and a table of common properties."""
     models = manifest.models
     table = Table(str(folder), ("", *models))
     for label, cell in _ROWS:
@@ -75,7 +75,7 @@ def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
     embeds, slots = manifest.target.embedding_size, manifest.batch_sizes[-1]
     lines = {
         "speculation": "\n".join(map(_speculation, manifest.methods))
-        or "built without a method: looked up in the text, where that pays",
+        or "built without a method: text is looked up where that pays",
         "in every bundle": ", ".join(
             name for kind in text_methods() if manifest.method(name := method_name(kind)) is None
         ),
@@ -100,7 +100,7 @@ def summary(folder: Path, manifest: Manifest) -> list[Table | str]:
 
 
 def _sampling(defaults: GenerationDefaults) -> str:
-    """The default sampling parameters, and the model's further rules."""
+    """The default sampling parameters and the model's further rules."""
     values = msgspec.to_builtins(defaults)
     rules, neutral = values.pop("rules"), msgspec.to_builtins(GenerationDefaults())
     values = {name: value for name, value in values.items() if value != neutral[name] or name in _SAMPLING}
@@ -196,11 +196,11 @@ class VerifyOptions(BundleOptions, frozen=True, kw_only=True):
     """Options of ``specexport verify``.
 
     Attributes:
-        target: where the original target is now (default: where it was built from).
-        source: where a method's checkpoint is now, if it has moved, such as medusa.model=heads/.
-        prompt: a prompt to compare on (default: five texts).
-        max_tokens: tokens to generate a prompt.
-        report: also write a page with these tables and charts, which opens offline (default: none).
+        target: folder or hub id of the original target (default: the one it was built from).
+        source: folder of a method's checkpoint, if it has moved, such as medusa.model=heads/.
+        prompt: prompt to compare on (default: five texts).
+        max_tokens: tokens to generate for each prompt.
+        report: also write a page with tables and charts that opens offline (default: none).
     """
 
     target: Annotated[str | None, option("DIR_OR_ID")] = None
@@ -211,7 +211,7 @@ class VerifyOptions(BundleOptions, frozen=True, kw_only=True):
 
 
 def verify_command(command: VerifyOptions) -> int:
-    """Check a bundle: files, graphs against the original model, speculation against plain decoding.
+    """Check the files of a bundle, its graphs against the original model, and speculation against plain decoding.
 
     Example:
         specexport verify qwen3/ --prompt "Once upon a time" --report verify.html
@@ -244,7 +244,7 @@ def verify_command(command: VerifyOptions) -> int:
         if agreement:
             label = "share of positions at which the same token is preferred"
             parts.append(report.Figure("Agreement with the models", report.bars(label, {"": agreement}, ("all", 1.0))))
-        if result.checks[0].passed:  # the files are intact, so there is a manifest to read
+        if result.checks[0].passed:  # the manifest can be read
             parts += about(command.bundle, read_manifest(command.bundle))
         report.write(command.report, f"verify: {command.bundle}", parts)
     return 0 if result.passed else 1

@@ -14,7 +14,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import method_name, parse_method, read_method, text_methods
-from specexport.contract.options import Options, option
+from specexport.contract.options import Options, dashed, option
 from specexport.contract.reading import read_manifest
 from specexport.tables import Table, bytes_text, show
 
@@ -27,14 +27,14 @@ class _TargetOptions(Options, frozen=True, kw_only=True):
 
     Attributes:
         model: bundle, folder with a config.json, hub id or .gguf file.
-        target: the same as a flag (default: the argument).
+        target: the same, as a flag (default: TARGET).
     """
 
     model: Annotated[str | None, option("TARGET", positional=True)] = None
     target: Annotated[str | None, option("TARGET")] = None
 
     def check(self) -> None:
-        """Requires one of the two."""
+        """Requires the argument or the flag."""
         if (self.model is None) == (self.target is None):
             raise BuildError("give a bundle or a model, either by itself or with --target")
 
@@ -49,12 +49,13 @@ class PlanOptions(_TargetOptions, frozen=True, kw_only=True):
 
     Attributes:
         draft: smaller model with the same tokenizer (default: none).
-        method: what drafts: draft_model, universal_draft, eagle3, dflash or mtp, as for build (default: none).
+        method: method with a draft, as for build: draft_model, universal_draft, eagle3, dflash or mtp (default: none).
         device: device, such as orin-nano-8gb; an unknown name lists all.
-        precision: type of the weights of both models (default: int4, or a bundle's own).
-        max_seq_len: most tokens of a prompt and its output (default: the model's, at most 4096, or a bundle's own).
+        precision: precision of the weights of both models (default: int4, or the bundle's).
+        max_seq_len: maximum number of tokens of a prompt and its output (default: the model's, at most 4096, or the
+            bundle's).
         acceptance: probability that a draft token is accepted (default: 0.7).
-        backend: what runs the models (default: tensorrt, or a bundle's own).
+        backend: backend that runs the models (default: tensorrt, or the bundle's).
         json: print the plan as JSON.
     """
 
@@ -68,14 +69,14 @@ class PlanOptions(_TargetOptions, frozen=True, kw_only=True):
     json: bool = False
 
     def check(self) -> None:
-        """Refuses a draft beside a method."""
+        """Also refuses a draft besides a method."""
         super().check()
         if self.draft is not None and self.method is not None:
             raise BuildError("--draft was given with --method; give one of them")
 
 
 def plan_command(command: PlanOptions) -> int:
-    """Estimate how much memory models take on a device, whether they fit, and what speculation can gain.
+    """Estimate the memory of models on a device, whether they fit, and how much speculation can gain.
 
     Example:
         specexport plan Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --device orin-nano-8gb --precision int4
@@ -93,8 +94,7 @@ def plan_command(command: PlanOptions) -> int:
         for name in ("draft", "method", "precision", "max_seq_len", "backend"):
             if getattr(command, name) is not None:
                 raise BuildError(
-                    f"--{name.replace('_', '-')} was given with a bundle, which sets it itself; leave it out, or give "
-                    "the model"
+                    f"{dashed(name)} was given with a bundle, which is built already; leave it out, or give the model"
                 )
         manifest = read_manifest(expanded(target))
         estimate = plan_bundle(manifest, target, device, acceptance=acceptance)
@@ -118,14 +118,14 @@ def plan_command(command: PlanOptions) -> int:
         drafts, without = (method.name if method else None), ""
         title = f"{command.device}, {precision}, {estimate.context} tokens"
     if drafts is None and command.acceptance is not None:
-        raise BuildError("--acceptance was given, but there is no model that drafts; leave it out")
+        raise BuildError("--acceptance was given without a draft; leave it out")
     if command.json:
         print(json.dumps(msgspec.to_builtins(estimate) | {"fits": estimate.fits, "best_k": estimate.best_k}, indent=2))
     else:
         notes = _notes(estimate, acceptance, drafts)
         if without:
-            notes.append(f"{without}: part of the target's own graph; 'specexport bench' measures what it gains")
-        notes.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth; not measured")
+            notes.append(f"{without}: part of the target's graph; 'specexport bench' measures the gain")
+        notes.append(f"estimated from {EFFICIENCY:.0%} of the memory's bandwidth, not measured")
         show(_models(title, estimate), "", *notes)
     return 0 if estimate.fits else 1
 
@@ -139,7 +139,7 @@ def _models(title: str, estimate: DevicePlan) -> Table:
 
 
 def _notes(estimate: DevicePlan, acceptance: float, drafts: str | None) -> list[str]:
-    """What the estimate says about memory and speed; ``drafts`` is the method with a draft, if there is one."""
+    """Sentences about memory and speed; ``drafts`` is the method with a draft, if there is one."""
     verdict = "fits" if estimate.fits else "does not fit"
     notes = [
         f"{verdict}: {bytes_text(estimate.needed)} of {bytes_text(estimate.available)}",
@@ -158,7 +158,7 @@ class SuggestOptions(_TargetOptions, frozen=True, kw_only=True):
 
     Attributes:
         draft: a smaller model to choose from (default: none).
-        device: where the bundle will run.
+        device: device that will run the bundle.
     """
 
     draft: Annotated[tuple[str, ...], option("DIR_OR_ID", repeat=True)] = ()
@@ -166,7 +166,7 @@ class SuggestOptions(_TargetOptions, frozen=True, kw_only=True):
 
 
 def suggest_command(command: SuggestOptions) -> int:
-    """Suggest methods for a model, or a bundle's target; 'bench' measures those of a bundle.
+    """Suggest methods for a model or a bundle's target; 'bench' measures the methods of a bundle.
 
     Examples:
         specexport suggest Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --draft Qwen/Qwen3-1.7B
@@ -189,8 +189,8 @@ def suggest_command(command: SuggestOptions) -> int:
     show(table)
     if advice.active < advice.parameters:
         print(
-            f"a token uses {advice.active:,} of the parameters: a step of several reads more experts than a plain one, "
-            "so that speculation gains less than beside a dense model of that size; 'bench' measures it"
+            f"a token uses {advice.active:,} of the parameters: a step of several tokens reads more experts than a "
+            "plain step, so that speculation gains less than with a dense model of that size; 'bench' measures it"
         )
     for name, reason in advice.refused.items():
         print(f"not {name}: {reason}")
@@ -200,9 +200,9 @@ def suggest_command(command: SuggestOptions) -> int:
         print("\n" + _build(target, flags))
         return 0
     names = ", ".join(method.name for method in manifest.methods) or "no method"
-    print(f"\nbuilt for {names}; text is looked up in any case. What pays on this machine:")
+    print(f"\nbuilt for {names}; text is looked up in any case. To compare them on this machine:")
     print(shlex.join(["specexport", "bench", target, "--methods", "all"]))
-    print("\nanother method needs another build of its target" + (", for instance:" if flags else ""))
+    print("\nother methods need another build of the target" + (", for instance:" if flags else ""))
     if flags:
         stored = manifest.target.precision.weights
         flags += [] if stored == "fp32" else ["--precision", stored]

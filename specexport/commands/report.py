@@ -17,14 +17,14 @@ from specexport.version import full_version
 
 
 class Figure(NamedTuple):
-    """A picture: a caption, and trusted SVG."""
+    """A picture: a caption and trusted SVG."""
 
     caption: str
     svg: str
 
 
 Part = Table | Styled | str | Figure
-"""Parts of a page: a command's output, and pictures."""
+"""A part of a page: output of a command, or a picture."""
 Points = Sequence[tuple[float, float]]
 """(x, y), in the order of x; finite and not negative."""
 
@@ -61,7 +61,7 @@ th.right, td.right { text-align: right } td { white-space: pre-line }
 
 
 def check_path(flag: str, path: Path | None) -> None:
-    """Refuses a path that cannot be written, before hours are spent on the report.
+    """Refuses a path that cannot be written, before the report takes hours.
 
     Raises:
         RequestError: the path is a folder, or its folder does not exist or cannot be written.
@@ -76,12 +76,10 @@ def check_path(flag: str, path: Path | None) -> None:
 
 
 def write(path: Path, title: str, parts: Iterable[Part]) -> None:
-    """Writes a page without scripts or external resources.
-
-    It replaces an existing file.
+    """Writes a page without scripts or external resources; replaces an existing file.
 
     Raises:
-        OSError: it cannot be written; names the file.
+        OSError: the file cannot be written; names it.
     """
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     page = f"""<!doctype html>
@@ -171,7 +169,7 @@ def lines(x_label: str, y_label: str, series: Mapping[str, Points], level: tuple
 
 
 def bars(label: str, groups: Mapping[str, Mapping[str, float]], level: tuple[str, float] | None = None) -> str:
-    """A bar chart as SVG, one bar below the other, each with its name and value.
+    """A bar chart as SVG: bars one below the other, with their names and values.
 
     Args:
         label: the name and unit of the values.
@@ -214,7 +212,7 @@ def _svg(height: float, title: str, elements: Sequence[str]) -> str:
 
 
 def _ticks(largest: float, whole: bool = False) -> list[float]:
-    """Round numbers at equal distances, from 0 to the first of at least ``largest``."""
+    """Round numbers at equal distances, from 0 to the first that is at least ``largest``."""
     largest = largest or 1.0
     power = 10.0 ** math.floor(math.log10(largest / 5))
     step = next(factor * power for factor in (1, 2, 5, 10) if largest <= 6 * factor * power)

@@ -17,7 +17,7 @@ from specexport.commands import add_engine, add_sampling, add_speculation, engin
 from specexport.commands.flags import add_flags, flag_values, from_flags
 from specexport.commands.terminal import from_standard_input
 from specexport.contract.errors import RequestError
-from specexport.contract.options import Options, option
+from specexport.contract.options import Options, dashed, option
 from specexport.contract.values import counted
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams, Stats, Stream
 from specexport.runtime.params import DEFAULT_MAX_TOKENS
@@ -31,7 +31,7 @@ _OF_ACCEPTANCE = {
     "likelihood_threshold": "relaxed",
     "entropy_threshold": "relaxed",
 }
-"""The rule of acceptance that each parameter belongs to."""
+"""The rule of acceptance to which each parameter belongs."""
 _ACCEPTANCE = ("acceptance", *_OF_ACCEPTANCE)
 
 
@@ -41,11 +41,11 @@ class _RunOptions(Options, frozen=True, kw_only=True):
     Attributes:
         prompt: text to continue (default: -, standard input).
         chat: the prompt is a message to answer, formatted by the chat template.
-        prompt_embeds: embeddings to read before the prompt, a .npy file of [N,H], for bundles built with
+        prompt_embeds: .npy file with embeddings [N,H] to read before the prompt, for bundles built with
             --inputs-embeds (default: none).
-        json: print one JSON object instead of text.
+        json: print a JSON object instead of text.
         stats: print counters and times to standard error.
-        hypothesis: the expected output, verified instead of a draft (default: none).
+        hypothesis: file with the expected output, which is verified instead of a draft (default: none).
     """
 
     prompt: Annotated[str | None, option("TEXT", short="-p", group="the prompt", once=True)] = None
@@ -61,9 +61,9 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, _RunOptions, ("prompt", "chat", "prompt_embeds"))
     add_sampling(
         parser,
-        length=f"{DEFAULT_MAX_TOKENS}; with --chat, what the context holds",
-        seed="gives the same sampled text again with --num-speculative-tokens, --no-calibrate or --no-speculation; "
-        "otherwise measured costs choose what steps verify, and it is another draw (default: a new seed each time)",
+        length=f"{DEFAULT_MAX_TOKENS}, or the rest of the context with --chat",
+        seed="random seed; samples the same text again only with --num-speculative-tokens, --no-calibrate or "
+        "--no-speculation, as steps otherwise follow measured costs (default: a new seed each time)",
     )
     add_flags(parser, SamplingParams, ("ignore_eos",), group="text")
     add_flags(parser, _RunOptions, ("json", "stats"))
@@ -86,12 +86,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     overrides = flag_values(SamplingParams, arguments)
     for name, acceptance in _OF_ACCEPTANCE.items():
         if name in overrides and overrides.get("acceptance", "lossless") != acceptance:
-            raise RequestError(
-                f"--{name.replace('_', '-')} was given without --acceptance {acceptance}, which it needs"
-            )
+            raise RequestError(f"{dashed(name)} was given without --acceptance {acceptance}, which it needs")
     if command.chat and command.prompt_embeds is not None:
-        raise RequestError("--prompt-embeds was given with --chat, whose messages are text; give one of them")
-    hypothesis = None if command.hypothesis is None else read_text(command.hypothesis, "what the output may be")
+        raise RequestError("--prompt-embeds was given with --chat, which takes only text; give one of them")
+    hypothesis = None if command.hypothesis is None else read_text(command.hypothesis, "the likely output")
     keys = speculation(arguments, hypothesis=hypothesis)
     embeds = _embeds(command.prompt_embeds) if command.prompt_embeds is not None else None
     text = _prompt(command.prompt, command.chat) if embeds is None or command.prompt is not None else ""
@@ -114,14 +112,14 @@ def run_command(arguments: argparse.Namespace) -> int:
                 by_default = not command.chat and "max_tokens" not in overrides
                 if by_default and stream.stats.output_tokens == params.max_tokens and sys.stderr.isatty():
                     length = counted(stream.stats.output_tokens, "token")
-                    print(f"(ended after {length}; --max-tokens sets how many)", file=sys.stderr)
+                    print(f"(ended after {length}, set by --max-tokens)", file=sys.stderr)
             if command.stats:
                 print(describe(stream.stats, frontend.engine), file=sys.stderr)
     return 0
 
 
 def _prompt(text: str | None, message: bool) -> str:
-    """The prompt, perhaps from standard input; the line end that closes a message is no part of it, as in ``chat``."""
+    """The prompt, perhaps from standard input; a message loses the line break at its end, as in ``chat``."""
     if text is not None and text != "-":
         return text
     if text is None and sys.stdin.isatty():
@@ -131,7 +129,7 @@ def _prompt(text: str | None, message: bool) -> str:
 
 
 def _embeds(path: Path) -> npt.NDArray[Any]:
-    """The array of a file, mapped, so that its shape is checked before it is read."""
+    """The array of a file, memory-mapped so that its shape is checked before it is read."""
     try:
         embeds: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -147,8 +145,9 @@ def _result(prompt: str, stream: Stream) -> dict[str, Any]:
 
 
 def describe(stats: Stats, engine: Engine) -> str:
-    """Counters and times of a request in a few lines, with the reason of a slower way of execution, the numbers of
-    draft tokens that steps chose with their costs, and the kernels.
+    """The counters and times of a request in a few lines.
+
+    They include the chosen numbers of draft tokens with their costs, the kernels, and the reason of a slower execution.
     """
     backend, costs = engine.backend, engine.costs
     positions = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_position)

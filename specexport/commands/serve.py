@@ -1,4 +1,4 @@
-"""``specexport serve``, and ``export`` for other servers."""
+"""Commands that serve: ``serve``, and ``export`` for other servers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from specexport.commands import BUILD, BUILD_GROUP
 from specexport.commands.flags import add_flags, flag_values, from_flags
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
-from specexport.contract.options import Options, option, options
+from specexport.contract.options import Options, dashed, option, options
 from specexport.contract.reading import read_manifest
 from specexport.contract.values import counted, require_text
 from specexport.exporter.options import BuildSettings
 from specexport.options import ListenOptions, ServiceOptions
 
 _SOURCE = "--model"
-_MODEL = '''"""Triton's Python backend looks for the model here; specexport has to be installed in its Python."""
+_MODEL = '''"""Triton's Python backend imports the model from here; specexport must be installed in its Python."""
 
 from specexport.server.triton import TritonPythonModel as TritonPythonModel
 '''
@@ -61,7 +61,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
         return _on_ray(arguments, settings, keys)
     for name in ("replicas", "max_replicas"):
         if hasattr(arguments, name):
-            raise BuildError(f"--{name.replace('_', '-')} was given without --ray; a server by itself is one engine")
+            raise BuildError(f"{dashed(name)} was given without --ray, which it needs")
     with needs_extra("serving", "serve"):
         from specexport.server.app import Server, create_app
         from specexport.server.service import Service
@@ -81,16 +81,16 @@ def serve_command(arguments: argparse.Namespace) -> int:
         port=settings.port,
         log_level=settings.log_level,
     )
-    with contextlib.suppress(SystemExit):  # uvicorn's, after a line that says why
+    with contextlib.suppress(SystemExit):  # uvicorn has printed the reason
         server.run()
     return 0 if server.started else 1
 
 
 def _require_free(host: str, port: int) -> None:
-    """Refuses an address that cannot be listened on, before a model is loaded.
+    """Refuses an address that is not free, before a model is loaded.
 
     Raises:
-        BuildError: names it.
+        BuildError: the server cannot listen on the address.
     """
 
     async def listen() -> None:
@@ -108,7 +108,7 @@ def _require_free(host: str, port: int) -> None:
 def _on_ray(arguments: argparse.Namespace, settings: ListenOptions, keys: Sequence[str]) -> int:
     fixed = next((name for name in (*BUILD, "tensor_parallel_size") if hasattr(arguments, name)), None)
     if fixed is not None:
-        raise BuildError(f"--ray serves a bundle as it is; leave out --{fixed.replace('_', '-')}")
+        raise BuildError(f"--ray serves a bundle as it is; leave out {dashed(fixed)}")
     replicas = settings.max_replicas or settings.replicas
     with needs_extra("serving on Ray", "ray"):
         from specexport.server.ray import Settings, run
@@ -128,7 +128,7 @@ def _keys(flags: Sequence[str]) -> list[str]:
     for key in keys:
         require_text(key, "SPECEXPORT_API_KEY")
     if any(not key for key in keys):
-        raise BuildError("--api-key is empty; leave it out to let anyone in")
+        raise BuildError("--api-key is empty; leave it out to need no key")
     return keys
 
 
@@ -136,10 +136,10 @@ class ExportOptions(Options, frozen=True, kw_only=True):
     """Options of ``specexport export``.
 
     Attributes:
-        form: triton: a model repository for its Python backend.
-        bundle: a bundle of specexport build; it is copied.
+        form: triton, for a model repository with its Python backend.
+        bundle: bundle to copy.
         output: folder to write.
-        name: the model's name in Triton (default: the name of BUNDLE).
+        name: name of the model in Triton (default: the name of BUNDLE).
         overwrite: replace an existing repository.
     """
 
@@ -151,7 +151,7 @@ class ExportOptions(Options, frozen=True, kw_only=True):
 
 
 def export_command(command: ExportOptions) -> int:
-    """Write a bundle for another server: a model repository of Triton.
+    """Export a bundle for another server, as a model repository of Triton.
 
     Example:
         specexport export triton qwen3/ -o models/

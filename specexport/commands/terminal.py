@@ -1,4 +1,4 @@
-"""A terminal or a pipe that messages are read from, and that answers and notices are written to."""
+"""A terminal, or a pipe, for chats: reads messages, and writes answers and notices."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from specexport.tables import Styled, Table, understands_escapes, uses_colours
 _PROMPT, _CONTINUED = "> ", ". "
 _BLOCK = '"""'
 _HISTORY_SIZE = 1000
-"""Messages that the history keeps."""
+"""Maximum number of messages in the history."""
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
 _VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 """Visible symbols for control characters: a model's output must not move the cursor or set the window's title."""
 
 Read = Callable[[str], str]
-"""Shows a prompt and reads a line, or several at once. Raises EOFError at the end."""
+"""Shows a prompt and reads a line or several. Raises EOFError at the end of the input."""
 
 
 def read_message(read: Read) -> str:
@@ -54,7 +54,7 @@ def from_standard_input(read: Callable[[], str]) -> str:
     """Reads text from standard input.
 
     Raises:
-        RequestError: it is not text.
+        RequestError: the input is not text.
     """
     try:
         text = read()
@@ -71,11 +71,11 @@ class Terminal:
     """A terminal for a conversation. Answers go to standard output, everything else to standard error.
 
     Attributes:
-        interactive: whether messages are typed; otherwise they come from a pipe or a file, one a line.
+        interactive: whether messages are typed; otherwise they are lines of a pipe or a file.
         underlines: whether answers may be underlined.
 
     Args:
-        history: the file that stores messages for later sessions; None for none.
+        history: file that stores messages for later sessions; None for none.
         words: completions at the start of a message.
     """
 
@@ -114,7 +114,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def interrupting(self, stop: Callable[[], object]) -> Iterator[Callable[[], bool]]:
-        """Has Ctrl-C call ``stop`` if messages are typed; yields a function that tells whether it was pressed."""
+        """Makes Ctrl-C call ``stop`` if messages are typed; yields a function that tells whether it was pressed."""
         pressed = False
 
         def press(*_: object) -> None:
@@ -131,7 +131,7 @@ class Terminal:
 
 
 class _History:
-    """Messages of earlier sessions, a JSON string a line, readable by their user only."""
+    """The messages of earlier sessions, in a file with a JSON string per line that only the user can read."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -141,7 +141,7 @@ class _History:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             lines = path.read_text(encoding="utf-8").splitlines()
             for line in lines[-_HISTORY_SIZE:]:
-                with contextlib.suppress(ValueError):  # torn, on a full disk
+                with contextlib.suppress(ValueError):  # an incomplete line, after a full disk
                     self.messages.append(str(json.loads(line)))
             if len(lines) > 2 * _HISTORY_SIZE:
                 write_file(path, "".join(f"{line}\n" for line in lines[-_HISTORY_SIZE:]).encode())

@@ -1,4 +1,4 @@
-"""``specexport tune``: measures trees and steps on this machine."""
+"""``specexport tune``: chooses trees and measures the costs of steps on this machine."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class _TreeOptions(MeasuringOptions, frozen=True, kw_only=True):
     """Options of ``specexport tune tree``.
 
     Attributes:
-        data: text like your future requests, not the training data: text files, or .jsonl with a text a line.
-        method: whose tree, by name (default: the bundle's first method).
-        max_nodes: most tokens a step verifies.
-        prompts: prompts to decode.
-        prompt_tokens: tokens of a prompt.
-        max_tokens: tokens to generate for each.
+        data: text like future requests, not the training data: text files, or .jsonl with a text per line.
+        method: method whose tree to choose (default: the bundle's first).
+        max_nodes: maximum number of tokens that a step verifies.
+        prompts: number of prompts.
+        prompt_tokens: maximum number of tokens of a prompt.
+        max_tokens: tokens to generate for each prompt.
         temperature: divide logits by this; 0 decodes greedily.
-        dry_run: print the result and leave the bundle as it is.
+        dry_run: print the result, but leave the bundle unchanged.
     """
 
     data: Annotated[tuple[Path, ...], option("FILE")]
@@ -61,9 +61,9 @@ class _BatchOptions(MeasuringOptions, frozen=True, kw_only=True):
     """Options of ``specexport tune batch``.
 
     Attributes:
-        seconds: about how many seconds to measure; at least two rounds.
-        backend: what runs the bundle: onnxruntime, onnxruntime-cuda, tensorrt, tensorrt-rtx or an installed package's
-            (default: what it was built for).
+        seconds: approximate duration; at least two rounds are measured.
+        backend: backend that runs the bundle: onnxruntime, onnxruntime-cuda, tensorrt, tensorrt-rtx or an installed
+            package's (default: the one it was built for).
     """
 
     seconds: Annotated[float, option("S", gt=0)] = 60.0
@@ -73,7 +73,7 @@ class _BatchOptions(MeasuringOptions, frozen=True, kw_only=True):
 def _tree_command(command: _TreeOptions) -> int:
     """Choose a method's token tree, and make it the default.
 
-    It decodes text, counts which candidates are right, and times steps of every width: the best tree commits most
+    Decodes text, counts which candidates are right, and times steps of every width; the best tree commits the most
     tokens a second.
 
     Example:
@@ -88,7 +88,7 @@ def _tree_command(command: _TreeOptions) -> int:
     method = _tunable(command.bundle, manifest, command.method)
     name = method.name
     if not command.dry_run:
-        with changing(command.bundle):  # refuses a bundle that cannot be changed before anything is measured
+        with changing(command.bundle):  # refuses to measure a bundle that cannot be changed
             pass
     with progress_bars() as bars:
         with Engine.load(
@@ -104,13 +104,13 @@ def _tree_command(command: _TreeOptions) -> int:
             )
             observed = tree_search.observe(engine, name, prompts, params, bars)
             device = engine.backend.device
-        # The widest step after the longest context, and rows half-way through the decoded text.
+        # The widest step that fits after the longest context, and the rows halfway through the decoded text.
         widest = max(point.cache for point in manifest.target.graph.points) - manifest.max_seq_len + 1
         rows = min(command.prompt_tokens + command.max_tokens // 2, manifest.max_seq_len - 1)
         costs = tree_search.step_costs(bundle, rows, min(command.max_nodes, widest), command.threads, bars)
     ranked = tree_search.candidates(method, observed, costs)
     if not ranked:
-        raise RequestError("no candidate was right on this text, so no tree helps; nothing was changed")
+        raise RequestError("no candidate was right on this text, so no tree helps; the bundle is unchanged")
     best, table = ranked[0], _table(name, ranked, costs)
     if command.json:
         print(json.dumps(_as_dict(name, ranked, costs), indent=2))
@@ -131,7 +131,7 @@ def _tree_command(command: _TreeOptions) -> int:
 
 
 def _tunable(bundle: Path, manifest: Manifest, name: str | None) -> Method:
-    """The method whose tree is tuned; None for the bundle's first.
+    """The method of this name, or the bundle's first if it is None.
 
     Raises:
         RequestError: the bundle lacks it, or its tree cannot be chosen.
@@ -144,23 +144,23 @@ def _tunable(bundle: Path, manifest: Manifest, name: str | None) -> Method:
         raise RequestError(f"--method is {name!r}; the bundle has {names}", param="method")
     if not method.branching:
         raise RequestError(
-            f"--method is {method.name!r}, whose steps follow from its options; there is no tree to tune. To verify "
-            "others, build with other options",
+            f"--method is {method.name!r}, whose steps follow from its options, not from a tree; build it with other "
+            "options instead",
             param="method",
         )
     if manifest.program or manifest.engines:
         raise RequestError(
             f"{bundle}: is built for {manifest.backend}; its step program and engines are compiled for its trees. Tune "
-            "a bundle built for onnxruntime, and build this one again with the best tree"
+            "a bundle built for onnxruntime, and build this bundle again with the best tree"
         )
     return method
 
 
 def _read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int) -> list[list[int]]:
-    """Prompts of at most ``tokens`` tokens: each line of a ``.jsonl``, and windows of the text of other files.
+    """Prompts of at most ``tokens`` tokens: lines of ``.jsonl`` files, and windows of the text of other files.
 
     Raises:
-        RequestError: a file is missing, is not text, or has a line without a text; names it.
+        RequestError: a file is missing or not text, or a line has no text; names it.
     """
     limit = min(tokens, engine.manifest.max_seq_len // 2)
     prompts: list[list[int]] = []
@@ -225,18 +225,18 @@ def _figures(name: str, ranked: list[TreeCandidate], costs: Sequence[float]) -> 
     plain = ("plain", best.tokens_per_second / best.speed_up)
     charts = {
         "Speed, by size of the tree": report.lines("nodes", "tokens/s", {name: rates}, plain),
-        "Tokens that a step is expected to commit": report.lines("nodes", "tokens a step", {name: tokens}),
-        "What a step costs": report.lines("nodes", "ms", {"c(T), the target": steps, "whole step": whole}),
+        "Expected tokens of a step": report.lines("nodes", "tokens a step", {name: tokens}),
+        "Cost of a step": report.lines("nodes", "ms", {"c(T), the target": steps, "whole step": whole}),
         f"The best tree: {len(best.tree)} nodes": svg(best.tree),
     }
     return [report.Figure(*chart) for chart in charts.items()]
 
 
 def _batch_command(command: _BatchOptions) -> int:
-    """Measure and keep what steps cost, which decides how much each step speculates.
+    """Measure and keep the costs of steps, by which each step chooses how much to speculate.
 
-    It times steps of every width and proposals at every batch size, for longer than when a bundle is first opened on
-    this machine. Engines with as many threads speculate as much as pays by these figures: less as the batch fills.
+    Times steps of every width and proposals at every batch size, for longer than when a bundle is first opened on this
+    machine. Engines with as many threads speculate as much as pays by these figures: less as the batch fills.
 
     Example:
         specexport tune batch qwen3/ --seconds 120 --plot costs.html
@@ -269,7 +269,7 @@ def _batch_command(command: _BatchOptions) -> int:
 
 
 def tables(curve: CostCurve) -> list[Table]:
-    """Tables of a curve at its smallest cache size: steps, then every measured method."""
+    """The tables of a curve at its smallest cache size: steps, then each measured method."""
     steps = _costs_table(f"ms a step of T tokens a slot, after {curve.text} tokens", "T", curve.steps)
     title = "ms to propose a tree, by its nodes"
     return [steps, *(_costs_table(f"{costs.method}: {title}", "nodes", costs.propose) for costs in curve.methods)]
@@ -294,7 +294,7 @@ def _costs_table(title: str, axis: str, costs: Sequence[Cost]) -> Table:
 
 
 def tune_flags(parser: argparse.ArgumentParser) -> None:
-    """Measure a bundle on this machine: 'tune tree' chooses the token tree, 'tune batch' measures what steps cost.
+    """Measure a bundle on this machine: 'tune tree' chooses the token tree, 'tune batch' measures the costs of steps.
 
     Examples:
         specexport tune tree qwen3/ --data held-out.jsonl

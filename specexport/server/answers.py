@@ -1,4 +1,4 @@
-"""Answers: OpenAI's names and meanings, and some of vLLM's."""
+"""The API's answers; names and meanings are OpenAI's, some vLLM's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ModelList(BaseModel):
 
 
 class SpeculationUsage(BaseModel):
-    """Counts of speculation; names are vLLM's."""
+    """Counts of speculation, with vLLM's names."""
 
     num_drafts: int
     num_draft_tokens: int
@@ -88,7 +88,7 @@ class Usage(BaseModel):
 
 
 class Step(BaseModel):
-    """The step of a chunk: accepted draft tokens, then the target's own token."""
+    """The step of a chunk: accepted draft tokens, then the target's token."""
 
     tokens: list[tuple[str, int]] = Field(
         description="Text of each, and as which token of its proposal it was drafted, from 1; 0 is the target's own."
@@ -121,7 +121,7 @@ class _Answer(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities of a completion's tokens, and, echoed, of its prompt's; the first of all has none."""
+    """Log-probabilities of a completion's tokens, and of its echoed prompt's tokens but the first."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -130,7 +130,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(Choice):
-    """One output, or a piece of one."""
+    """An output, or a piece of it."""
 
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -138,7 +138,7 @@ class CompletionChoice(Choice):
 
 
 class CompletionResponse(_Answer):
-    """A completion, or a chunk of one."""
+    """A completion, or a chunk of it."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -172,7 +172,7 @@ class FunctionCall(BaseModel):
 
 
 class AssistantCall(BaseModel):
-    """A call, or a piece of one; its index identifies the call."""
+    """A call, or a piece of it; the index identifies the call."""
 
     index: int | None = None
     id: str | None = None
@@ -181,7 +181,7 @@ class AssistantCall(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """The model's message, or a piece of it; with its reasoning if it has a channel for that."""
+    """The model's message, or a piece of it, with the reasoning of models that have a channel for it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -190,7 +190,7 @@ class AssistantMessage(BaseModel):
 
 
 class ChatChoice(Choice):
-    """One answer."""
+    """An answer."""
 
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
@@ -248,7 +248,7 @@ class OutputCall(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    """Why a response is incomplete."""
+    """The reason why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 

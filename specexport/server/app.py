@@ -1,4 +1,4 @@
-"""The server: its routes and who may use them, its OpenAPI document (``/openapi.json``), its page, and its shutdown."""
+"""The server: routes, access, the OpenAPI document (``/openapi.json``), the page, and shutdown."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _FILES = {
     "/page.css": ("page.css", "text/css"),
     **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("markdown", "tree", "pane", "page")},
 }
-"""The page's files by path; they need no API key, as the page asks its user for one."""
+"""The page's files by path; they need no API key, as the page asks its user for it."""
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -62,8 +62,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
         "model": answers.ErrorResponse,
         "description": "400: the request is wrong; param names the field. 401: no API key, or a wrong one. "
-        "404: no such model or path. 405: no such method. 408: the body does not come. 413: it is too large. "
-        "429: too many requests wait; Retry-After says when.",
+        "404: no such model or path. 405: no such method. 408: the body does not arrive. 413: it is too large. "
+        "429: too many requests wait; Retry-After says when to try again.",
     },
     "5XX": {
         "model": answers.ErrorResponse,
@@ -72,11 +72,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _EVENT = {
     "type": "object",
-    "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON; at last [DONE]."}},
+    "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON, or [DONE] at the end."}},
     "required": ["data"],
 }
 _MARGIN = 5
-"""Seconds for the last answers to be sent."""
+"""Seconds to send the last answers."""
 _TICK = 0.1
 """Seconds after which a second Ctrl-C is noticed."""
 
@@ -93,10 +93,10 @@ def create_app(
 
     Args:
         service: the served engine.
-        api_keys: clients have to send one of them as a bearer token, except to the status routes; empty lets anyone in.
-        max_body_bytes: most bytes of a request's body.
-        cors: origins of web pages that may call it, ``*`` for any; browsers allow no others.
-        page: whether to serve a page at ``/`` for trying it.
+        api_keys: keys of which clients must send one as a bearer token, except to status routes; empty for no keys.
+        max_body_bytes: maximum size of a request body in bytes.
+        cors: origins of web pages that may call the server, ``*`` for any.
+        page: whether to serve a page at ``/`` to try the model.
     """
     unlocked = (*_OPEN, *_FILES) if page else _OPEN
 
@@ -119,7 +119,7 @@ def create_app(
     require_key = _key_check(api_keys)
 
     def admit(scope: Scope, arriving: int) -> None:
-        """Refuses requests without a key, and requests for which the queue is full, before their bodies are read."""
+        """Refuses requests without a key, and requests for a full queue, before their bodies are read."""
         if scope["path"] not in unlocked:
             require_key(scope)
         if scope["method"] == "POST":
@@ -137,7 +137,7 @@ def create_app(
     allowed = [Depends(_BEARER)] if api_keys else []  # documentation only: ``admit`` checks keys
 
     def settings(model: type[Any]) -> dict[str, Any]:
-        """The settings of a route with an answer that may be streamed."""
+        """The settings of a route whose answer may be streamed."""
         answer = {"model": model, "content": {"text/event-stream": {"schema": _EVENT}}}
         return {"responses": {200: answer}, "dependencies": allowed, "response_class": Response}
 
@@ -172,7 +172,7 @@ def create_app(
 
     @app.get("/ready")
     async def ready() -> answers.Status:
-        """Whether it takes requests."""
+        """Whether the server takes requests."""
         if service.engine.closed:
             raise ClosedError("the server is shutting down")
         return answers.Status(status="ready")
@@ -190,7 +190,7 @@ def create_app(
 
 
 def _card(service: Service, name: str) -> answers.ModelCard:
-    """A model's entry in the list of models."""
+    """The entry of a model in the list of models."""
     engine = service.frontend.engine
     return answers.ModelCard(
         id=name,
@@ -207,7 +207,7 @@ def _card(service: Service, name: str) -> answers.ModelCard:
 
 
 async def _tokenize(service: Service, body: TokenizeRequest) -> answers.TokenizeResponse:
-    """The tokens of a prompt or of a conversation."""
+    """The tokens of a prompt or a conversation."""
     service.require_model(body.model)
     frontend = service.frontend
     if (body.prompt is None) == (body.messages is None):
@@ -224,7 +224,7 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> answers.Tokenize
 
 
 def _key_check(keys: Sequence[str]) -> Callable[[Scope], None]:
-    """A check for one of the keys, in constant time; without keys it passes anyone."""
+    """A check that a request has one of the keys, in constant time; without keys, all requests pass."""
     digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def check(scope: Scope) -> None:
@@ -245,7 +245,7 @@ def _key_check(keys: Sequence[str]) -> Callable[[Scope], None]:
 
 
 class Server(uvicorn.Server):
-    """Lets requests finish at shutdown, and ends those that take too long with an error.
+    """A server that lets requests finish at shutdown; requests that take too long end with an error.
 
     Args:
         app: the application.
@@ -260,7 +260,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As in uvicorn, but after a clean shutdown the process ends with 0: uvicorn would raise the signal again."""
+        """Ends the process with status 0 after a clean shutdown; uvicorn would raise the signal again."""
         with super().capture_signals():
             yield
             self._captured_signals.clear()
@@ -271,7 +271,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Keeps the port open until the last request has finished: new requests and ``/ready`` get a 503."""
+        """Keeps the port open until the last request has finished; new requests and ``/ready`` get a 503 meanwhile."""
         until = time.monotonic() + self._shutdown_timeout
         if present := self._engine.running + self._engine.waiting:
             waiting = "Waiting at most %g seconds for %s to finish (press CTRL+C again to end at once)"

@@ -49,7 +49,7 @@ async def chat_tokens(
     variables: dict[str, Any],
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """The prompt of a conversation; ``variables`` are for its template, in addition to the request's."""
+    """The prompt of a conversation; the template gets ``variables`` besides the request's."""
     return await asyncio.to_thread(
         service.frontend.chat_tokens,
         list(map(template_message, messages)),
@@ -60,23 +60,20 @@ async def chat_tokens(
 
 
 def template_message(message: ChatMessage) -> Message:
-    """A message in the form of chat templates, where the arguments of a call are an object."""
+    """A message in the form that chat templates expect, where the arguments of a call are an object."""
     fields = {name: value for name, value in message.model_dump(exclude_none=True).items() if value}
     fields["content"] = message.content
     if isinstance(message.content, list):
         fields["content"] = [{"type": "text", "text": part.text} for part in message.content]
     for call in fields.get("tool_calls", ()):
         with contextlib.suppress(ValueError, RecursionError):
-            # Clients send nothing, or null, where a call has no arguments.
+            # Clients send nothing or null for a call without arguments.
             call["function"]["arguments"] = json.loads(call["function"]["arguments"].strip() or "null") or {}
     return fields
 
 
 class _Format:
-    """Chat completions; the first piece has the assistant's role.
-
-    ``stream`` is one of the answer's, for the prompt's log-probabilities.
-    """
+    """Chat completions; ``stream`` is any of the answer's streams, for the log-probabilities of the prompt."""
 
     def __init__(
         self, service: Service, head: dict[str, Any], body: ChatRequest, calls: Calling | None, stream: AsyncStream
@@ -126,7 +123,7 @@ class _Format:
     def _logprob(self, entry: TokenLogprobs) -> answers.ChatLogprob:
         def describe(token: int, logprob: float) -> dict[str, Any]:
             text = self._frontend.token_text(token)
-            # A token may be a part of a character, which has no text.
+            # The token may be a part of a character, without text.
             content = list(text.encode()) if "\ufffd" not in text else None
             return {"token": text, "logprob": finite_logprob(logprob), "bytes": content}
 

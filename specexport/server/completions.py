@@ -1,4 +1,4 @@
-"""``POST /v1/completions``, with the offsets of tokens in their text."""
+"""``POST /v1/completions``, with the offsets of tokens in the text."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from specexport.server.service import Service, finite_logprob, prompt_logprobs, 
 
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
-    """Continues one prompt or several."""
+    """Continues a prompt or several."""
     head = service.head(body, "cmpl")
-    # A prompt is text, or a list of tokens; a list of either is several.
+    # A prompt is a text or a list of tokens; several prompts are a list of either.
     single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     prompts = cast(list[str | list[int]], [body.prompt] if single else body.prompt)
     engine = service.frontend.engine
-    # Long texts take long, so they are encoded in a thread.
+    # In a thread, as long texts take long.
     encode = partial(service.frontend.tokens, add_special_tokens=body.add_special_tokens)
     tokens = [await asyncio.to_thread(encode, prompt) for prompt in prompts]
     params = service.params(body, body.max_tokens, body.logprobs)
@@ -52,8 +52,8 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
 class _Format:
     """Text completions.
 
-    ``echoed`` are the prompts that outputs repeat, ``scored`` the tokens of prompts whose log-probabilities are part of
-    their outputs; otherwise these are a field of their own, as in vLLM.
+    ``echoed`` are the prompts that outputs repeat; ``scored`` are the tokens of prompts whose log-probabilities are
+    part of the outputs', instead of a separate field as in vLLM.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class _Format:
         return answers.CompletionLogprobs(tokens=texts, token_logprobs=chosen, top_logprobs=top, text_offset=offsets)
 
     def _likely(self, entry: TokenLogprobs, text: str) -> dict[str, float]:
-        """The most probable tokens and the chosen one, which has the text ``text`` if that is not empty."""
-        # Different tokens may have the same text; the most probable one stands for them.
+        """Log-probabilities of the most probable tokens and the chosen token, whose text is ``text`` unless empty."""
+        # Of tokens with the same text, the most probable counts.
         best: dict[str, float] = {}
         for token, logprob in (*entry.top, (entry.token, entry.logprob)):
             name = text if token == entry.token and text else self._frontend.token_text(token)
@@ -116,10 +116,10 @@ class _Format:
 
 
 class PlacedTokens:
-    """The texts of an output's tokens with their offsets: the output from an offset on begins with the token's text.
+    """The texts of an output's tokens, with their offsets in the output.
 
-    If several tokens make up a character, one of them has it as its text, and the others are empty. A special token
-    that is left out of the text has its name as its text, and no length.
+    If a character consists of several tokens, one of them has it as its text, and the others are empty. A special token
+    that the output leaves out has its name as its text, but takes no room.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -133,7 +133,7 @@ class PlacedTokens:
         self._stream = TextStream(self._tokenizer, skip_special_tokens=self._skip)
 
     def prompt(self, text: str, tokens: Sequence[int]) -> list[tuple[str, int]]:
-        """Places the tokens of a prompt that the output follows; ``text`` is the prompt as the answer repeats it."""
+        """Places the tokens of a prompt before the output; ``text`` is the prompt as the answer repeats it."""
         placed = self.add(tokens)
         if "".join(piece for piece, _ in self._visible(tokens, placed)) + self._stream.finish() != text:
             placed = self._by_encoding(text, tokens) or placed
@@ -142,7 +142,7 @@ class PlacedTokens:
         return placed
 
     def add(self, tokens: Iterable[int]) -> list[tuple[str, int]]:
-        """Places further tokens: the text and offset of each."""
+        """Places further tokens; returns the text and offset of each."""
         placed = []
         for token in tokens:
             hidden = self._skip and token in self._special
@@ -156,8 +156,9 @@ class PlacedTokens:
         return [place for token, place in pairs if not (self._skip and token in self._special)]
 
     def _by_encoding(self, text: str, tokens: Sequence[int]) -> list[tuple[str, int]]:
-        """Places the tokens of a text that they do not decode to, as some tokenizers change texts; empty if the tokens
-        are not the text's.
+        """Places the tokens of a text to which they do not decode, as some tokenizers change texts.
+
+        Empty if they are not the tokens of the text.
         """
         for add_special_tokens in (True, False):
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format, without stack traces or paths of this machine."""
+"""Errors in OpenAI's format, without stack traces or local paths."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _PARAMS = {
     "method": "speculative.method",
     "num_speculative_tokens": "speculative.num_speculative_tokens",
 }
-"""The API's names of engine parameters, where they differ."""
+"""The API's names of engine parameters that have other names there."""
 _EXPECTED = "Input should be "
-"""Pydantic's message for a wrong type begins with this."""
+"""The beginning of pydantic's message for a wrong type."""
 _IN_WORDS = {
     "match pattern": "text of the pattern",
     "greater than or equal to": "at least",
@@ -37,18 +37,15 @@ _IN_WORDS = {
     "a valid string": "a text",
     "a valid boolean": "true or false",
 }
-"""Wordings of pydantic, and ours."""
+"""Our wordings for pydantic's."""
 _SHOULD = re.compile(r"(?:List|Tuple|Dictionary|String) should (?:have )?(.*?)(?:, not \d+)?")
 """Pydantic's message for a wrong length or pattern."""
 _SHOWN = 300
-"""Most characters of a validation message: a request's own text is not sent back whole."""
+"""Maximum number of characters of a validation message, so that a request's text is not sent back whole."""
 
 
 class ApiError(HTTPException):
-    """An error with its status.
-
-    ``kind`` is OpenAI's ``type``, ``param`` the field at fault, ``code`` an identifier for programs.
-    """
+    """An error with a status; ``kind`` is OpenAI's ``type``, ``param`` the wrong field, ``code`` for programs."""
 
     def __init__(
         self,
@@ -67,7 +64,7 @@ class ApiError(HTTPException):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """The caller's form of an error; an unexpected one is logged, and its text is not sent."""
+    """The error to send to a client; unexpected errors are logged, and their texts are not sent."""
     match error:
         case ApiError():
             return error
@@ -92,8 +89,9 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:
-    """Reports one of several errors: the one that is nested most deeply, preferably not a wrong type; alternatives of
-    a wrong type are listed together.
+    """Reports one of several errors: the most deeply nested, preferably not a wrong type.
+
+    The alternatives for a wrong type are listed together.
     """
     first = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     if first["type"] == "json_invalid":
@@ -125,9 +123,6 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
 
 
 def _field(error: Any) -> str:
-    """The path of a field with an error.
-
-    Locations also contain names of types that a field may have; only names of fields are identifiers.
-    """
+    """The path of the field with an error; leaves out the types in pydantic's locations, which are no identifiers."""
     parts = error["loc"][1:]
     return ".".join(str(part) for part in parts if isinstance(part, int) or (part.isidentifier() and part != "str"))

@@ -1,4 +1,4 @@
-"""The metrics of ``/metrics``, for Prometheus. Names are vLLM's, with our prefix."""
+"""The metrics of ``/metrics``, for Prometheus, with vLLM's names after our prefix."""
 
 from __future__ import annotations
 
@@ -27,12 +27,10 @@ _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
 
 class Metrics:
-    """Counters of a server.
-
-    The model's name is a label of all of them.
+    """The metrics of a server, labelled with the model's name.
 
     Attributes:
-        registry: the registry of this server's metrics.
+        registry: the registry of the metrics.
     """
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
@@ -70,11 +68,11 @@ class Metrics:
         self._refused("429")
 
     def count_refusal(self, status: int) -> None:
-        """Counts a request with an error as its answer."""
+        """Counts a request that was answered with an error."""
         self._refused(str(status)).inc()
 
     async def watch(self, stream: AsyncStream) -> AsyncGenerator[Chunk, None]:
-        """Yields a stream's chunks, and counts them."""
+        """Yields the chunks of a stream and counts them."""
         last, reason = 0.0, "abort"
         try:
             async for chunk in stream:

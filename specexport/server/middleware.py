@@ -14,31 +14,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specexport.server.errors import ApiError, api_error
 
 REQUEST_ID = "x-request-id"
-"""The header with a request's id: an answer repeats it, or gets a new one."""
+"""The header with the id of a request, which the answer repeats; without it, the answer has a new id."""
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,200}")
 _BUFFERED = 32 << 20
-"""Most bytes of bodies at once, unless one alone may be larger: parsing a body takes several times its size."""
+"""Maximum total bytes of bodies being read, or of a single larger body: parsing takes several times that memory."""
 _READING = 60.0
-"""Seconds in which a body has to arrive."""
+"""Seconds within which a body must arrive."""
 _SIMPLE = 1 << 18
-"""Most values in a body: with more, parsing and validating would hold the event loop for too long."""
+"""Maximum number of values in a body; parsing and validating more would block the event loop for too long."""
 _MEMBER = 24
-"""Number of values that a member of an object counts as, by its parsing time."""
+"""Number of values as which a member of an object counts, by the time to parse it."""
 _JSON = json.JSONDecoder(strict=False)
 _SMALL = 1 << 16
-"""Bytes of a body that needs no check, as it cannot hold that many values."""
+"""Maximum bytes of a body that is not checked, as it cannot hold that many values."""
 
 
 class Admission:
-    """Refuses requests that are not admitted or too large, and answers all errors, which are counted.
+    """Refuses requests that are not admitted or too large; answers and counts all errors.
 
-    It reads bodies itself, after all other checks, so that refusing a request costs next to nothing. Starlette's own
-    error handler raises errors again after its answer, which closes the client's connection.
+    It reads bodies after all other checks, so that refusing a request costs next to nothing. Starlette's error handler
+    would raise an error again after its answer, which closes the client's connection.
 
     Args:
-        refused: called with the status of answers of 400 and above.
-        max_body_bytes: most bytes of a request's body, announced or received.
-        admit: raises for refused requests; called with the request's scope and the number of bodies being read.
+        refused: called with the status of each answer of 400 or above.
+        max_body_bytes: maximum size of a request body in bytes, announced or received.
+        admit: raises to refuse a request; called with its scope and the number of bodies being read.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Admission:
         received = 0
 
         async def read() -> bool:
-            """Reads the body; returns whether it is complete. If not, the client has disconnected."""
+            """Reads the body; returns False if the client disconnected."""
             nonlocal received
             unfinished = True
             while unfinished:
@@ -125,7 +125,7 @@ class Admission:
             self._bytes -= received
 
     def _require_size(self, size: int, received: int = 0) -> None:
-        """Refuses a body of ``size`` bytes, of which ``received`` are counted already."""
+        """Refuses a body of too many bytes; ``received`` of its ``size`` bytes are counted already."""
         if size > self._most:
             why = f"the body has more than {self._most} bytes, the most this server takes"
             raise ApiError(413, why, code="body_too_large")
@@ -143,9 +143,9 @@ def _text(body: bytes) -> str:
 
 
 def _require_simple(body: bytes) -> None:
-    """Refuses JSON with too many values to read quickly; a long text is one value.
+    """Refuses JSON with too many values to read quickly; a text of any length is one value.
 
-    It counts separators outside of strings, and stops at the limit, so that its time is bounded.
+    It counts separators outside strings, and stops at the limit, so that its time is bounded.
     """
     try:
         text, count, at = _text(body), 0, 0

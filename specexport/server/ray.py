@@ -1,7 +1,7 @@
-"""The server on Ray Serve: replicas of a bundle on one machine or a cluster, behind a front for all requests.
+"""The server on Ray Serve: replicas of a bundle on a machine or a cluster, behind a front that takes all requests.
 
-The front reads a request and passes it to a replica, which answers as ``specexport serve`` does. So it can route by
-the beginning of a prompt, and answer the clients of a replica that died. Needs the ``[ray]`` extra.
+The front reads a request and passes it to a replica, which answers like ``specexport serve``. The front can thus route
+by the beginning of a prompt, and answer the clients of a replica that died. Needs the ``[ray]`` extra.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from specexport.server.service import Service
 
 API_KEY = "SPECEXPORT_API_KEY"
 _STUCK = 300.0
-"""Seconds after which a turn of the scheduler (a chunk of a prompt and a step) counts as stuck."""
+"""Seconds after which a turn of the scheduler, a chunk of a prompt and a step, counts as stuck."""
 _FRONT_REQUESTS = 1000
-"""Requests that a front holds at once; each is little more than a socket."""
+"""Maximum number of requests that a front holds; each is little more than a socket."""
 _BACKOFF = 0.05
-"""Most seconds between two attempts to find a free replica, which may be idle meanwhile."""
+"""Maximum seconds between attempts to find a free replica, which may be idle meanwhile."""
 _KEYED = 512
-"""Characters of a prompt's beginning that determine its replica."""
+"""Number of characters at the beginning of a prompt that determine its replica."""
 _OWN = {*options(BuildSettings), "model", "bundle", "threads", "tensor_parallel_size", "api_key"}
-"""Options that replicas do not have, or have in another form."""
+"""Options that replicas lack or take in another form."""
 _FIELDS = [name for name in options(ServerOptions) if name not in _OWN]
 _ENGINE = [name for name in options(ServiceOptions) if name not in _OWN]
 
@@ -69,15 +69,15 @@ else:
 
 
 class Settings(_Fields):  # type: ignore[misc]
-    """Arguments of :func:`app`, as ``serve run`` and a config file's ``args`` give them.
+    """Arguments of :func:`app`, given by ``serve run`` or the ``args`` of a config file.
 
-    The other fields are those of :class:`~specexport.options.ServerOptions`.
+    Further fields are those of :class:`~specexport.options.ServerOptions`.
 
     Attributes:
-        bundle: a folder, with the same path on every machine.
-        threads: CPU cores of a replica.
-        gpus: GPUs of a replica; None for one if the bundle runs on a GPU.
-        api_keys: clients have to send one of them; by default ``$SPECEXPORT_API_KEY``, if set.
+        bundle: the bundle's folder, with the same path on every machine.
+        threads: CPU cores per replica.
+        gpus: GPUs per replica; None for one if the bundle runs on a GPU.
+        api_keys: keys of which clients must send one; by default ``$SPECEXPORT_API_KEY``, if set.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -88,13 +88,13 @@ class Settings(_Fields):  # type: ignore[misc]
     api_keys: tuple[str, ...] = Field(default_factory=lambda: tuple(filter(None, [os.environ.get(API_KEY)])))
 
     def actor(self, backend: str) -> dict[str, float]:
-        """Ray's resources for a replica, whose bundle was built for a backend."""
+        """Ray's resources for a replica, whose bundle was built for ``backend``."""
         device = 0.0 if (self.backend or backend) == "onnxruntime" else 1.0
         return {"num_cpus": self.threads, "num_gpus": device if self.gpus is None else self.gpus}
 
 
 class ForwardedRequest(BaseModel):
-    """A request for a replica: the serializable part of ASGI's scope, its body, and a routing key."""
+    """A request for a replica: the serializable part of ASGI's scope, the body, and a key for routing."""
 
     scope: dict[str, Any]
     body: bytes
@@ -102,7 +102,7 @@ class ForwardedRequest(BaseModel):
 
 
 class EngineReplica:
-    """One replica: an engine with the server's application around it."""
+    """A replica: an engine behind the server's application."""
 
     def __init__(self, settings: Settings) -> None:
         self.engine = AsyncEngine.open(
@@ -121,7 +121,7 @@ class EngineReplica:
         )
 
     async def answer(self, call: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
-        """The application's ASGI messages, all available ones at a time."""
+        """Yields the application's ASGI messages, all that are available at a time."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         body = [call.body]
 
@@ -145,15 +145,15 @@ class EngineReplica:
             work.cancel()
 
     async def metrics(self) -> tuple[str, str]:
-        """The replica's name, and its metrics."""
+        """The replica's name and its metrics."""
         name = serve.get_replica_context().replica_id.unique_id
         return name, generate_latest(self._metrics.registry).decode()
 
     async def check_health(self) -> None:
-        """Ray asks every few seconds, and replaces a replica that raises.
+        """Called by Ray every few seconds; Ray replaces a replica that raises.
 
         Raises:
-            BackendError: its engine makes no progress.
+            BackendError: the engine makes no progress.
         """
         reason = self.engine.frontend.engine.stall_reason(_STUCK)
         if reason:
@@ -165,7 +165,7 @@ class EngineReplica:
 
 
 class Front:
-    """The public endpoint: passes requests to replicas, and their answers back."""
+    """The public endpoint, which passes requests to replicas and their answers back."""
 
     def __init__(self, model: DeploymentHandle, max_body_bytes: int) -> None:
         self._model = model
@@ -204,7 +204,7 @@ class Front:
             answers.cancel()
 
     async def _metrics(self, _: Request) -> Response:
-        """The metrics of all replicas, with a label for each."""
+        """The metrics of all replicas, labelled with their names."""
         families: dict[str, Metric] = {}
         for name, text in await self._model.broadcast("metrics").results_async():
             for family in text_string_to_metric_families(text):
@@ -222,7 +222,7 @@ _SENT = {
 
 
 def _client_error(error: Exception) -> ApiError:
-    """The error for a client whose request Ray gave up."""
+    """The error for a client whose request Ray has given up."""
     if isinstance(error, BackPressureError):
         return api_error(QueueFullError("too many requests wait for a replica; try again in 1 second", 1))
     if isinstance(error, RayActorError):
@@ -233,9 +233,9 @@ def _client_error(error: Exception) -> ApiError:
 
 
 def prompt_key(body: bytes) -> str | None:
-    """The beginning of a request's prompt; None if it has no prompt.
+    """The beginning of a request's prompt; None without a prompt.
 
-    For a chat these are the messages up to the user's first, which stay as the chat continues.
+    For a chat, it consists of the messages up to the user's first, which stay the same as the chat goes on.
     """
     try:
         document = json.loads(body)
@@ -252,10 +252,10 @@ def prompt_key(body: bytes) -> str | None:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Routes prompts with the same beginning to one replica, whose cache holds it, while that has a free slot.
+    """Routes prompts with the same beginning to the same replica, whose cache holds it, if that has a free slot.
 
-    Rendezvous hashing (Thaler and Ravishankar, 1998) chooses it: all fronts agree without communication, and adding or
-    removing a replica moves no prompts of others. Other prompts go to the replica with the fewest requests.
+    Rendezvous hashing (Thaler and Ravishankar, 1998) chooses the replica: fronts agree without communication, and
+    adding or removing a replica moves no prompts of others. Other prompts go to the replica with the fewest requests.
     """
 
     async def choose_replicas(
@@ -274,12 +274,12 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def app(settings: Settings) -> serve.Application:
-    """The application: ``serve run specexport.server.ray:app bundle=BUNDLE replicas=2``.
+    """Creates the application: ``serve run specexport.server.ray:app bundle=BUNDLE replicas=2``.
 
-    A config file's ``deployments`` may set further options of Ray for ``Model`` and ``Front``.
+    The ``deployments`` of a config file may set further options of Ray for ``Model`` and ``Front``.
 
     Raises:
-        BundleError: there is no bundle of this name on this machine.
+        BundleError: there is no such bundle on this machine.
         BuildError: the numbers of replicas contradict each other.
     """
     manifest = read_manifest(Path(settings.bundle))
@@ -316,7 +316,7 @@ app.__annotations__["settings"] = Settings  # Ray needs the type itself to valid
 
 
 def run(settings: Settings, host: str, port: int, log_level: str) -> None:
-    """Serves until a signal comes: on the cluster of ``$RAY_ADDRESS`` or ``ray start``, else on a new local one."""
+    """Serves until a signal arrives, on the cluster of ``$RAY_ADDRESS`` or ``ray start``, else on a new local one."""
     served = app(settings)
     ray.init(
         include_dashboard=False,

@@ -1,4 +1,4 @@
-"""Parts of requests: fields without effect, fields from the engine's options, messages, tools and constraints."""
+"""Parts of requests: fields without effect, fields of the engine's options, messages, tools and constraints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LIMITS = ("ge", "gt", "le", "lt")
 
 @dataclass(frozen=True, eq=False)  # ``Annotated`` caches by equality, and 0 equals False
 class Only:
-    """A field that may only have its default, one of ``values``, or be empty; anything else is refused."""
+    """A field that must have its default, be one of ``values``, or be empty."""
 
     values: tuple[Any, ...] = ()
 
@@ -50,7 +50,7 @@ class Only:
 
 
 def whole_text(value: Any) -> Any:
-    """Refuses half a character in a JSON value, which answers may repeat; pydantic checks it in texts with limits."""
+    """Refuses halves of characters in a JSON value that answers may repeat; pydantic checks texts with limits."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -63,7 +63,7 @@ def whole_text(value: Any) -> Any:
 Unsupported = Annotated[Any, Only()]
 Label = Annotated[Annotated[str, Field(max_length=512)] | None, Field(description="A label: changes nothing.")]
 
-# Lists are refused at their first error: reporting a million of them would take long.
+# Lists are refused at their first error, as reporting a million errors would take long.
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Tokens = Annotated[list[Count], Field(min_length=1, fail_fast=True)]
@@ -85,7 +85,7 @@ def _nullable(schema: dict[str, Any]) -> None:
 
 
 class RequestModel(BaseModel):
-    """Base of everything in a request: strict, and without other fields than it names."""
+    """The base class of everything in a request: strict, and without unknown fields."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, frozen=True, json_schema_extra=_nullable
@@ -94,14 +94,14 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
-        """Removes nulls, which clients send for absent fields; for ``max_tokens`` null means no limit."""
+        """Removes nulls, which clients send for absent fields, except ``max_tokens``, where null means no limit."""
         if not isinstance(body, dict):
             return body
         return {name: value for name, value in body.items() if value is not None or name == "max_tokens"}
 
 
 class FieldsWithoutEffect(RequestModel):
-    """Fields without effect: labels, and fields that may only have their default."""
+    """Fields without effect: labels, and fields that must have their default."""
 
     metadata: Annotated[dict[str, str], Field(max_length=64), AfterValidator(whole_text)] | None = Field(
         None, description="A label."
@@ -144,14 +144,13 @@ class FieldsWithoutEffect(RequestModel):
 def model_of(
     base: type[BaseModel], kind: type[Options], names: Collection[str], **limits: dict[str, Any]
 ) -> type[BaseModel]:
-    """A model with fields of options: their types, ranges, help and, unless the model of a bundle may have its own
-    value, their defaults.
+    """A model with fields of options: types, ranges, help, and the defaults that a bundle's model cannot replace.
 
-    ``limits`` are other ranges of some of them.
+    ``limits`` replaces the ranges of some fields.
     """
     fields: dict[str, Any] = {}
     for option in (options(kind)[name] for name in names):
-        models = option.name in GenerationDefaults.__struct_fields__  # a bundle's model may have a value of its own
+        models = option.name in GenerationDefaults.__struct_fields__  # a bundle's model may have another default
         optional = models or option.default is None
         text = f"{option.help} (default: the model's own)" if models else option.sentence
         about = {limit: value for limit, value in option.about.items() if limit in _LIMITS}
@@ -176,7 +175,7 @@ Content = Text | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)
 
 
 def plain_text(content: Content | None) -> str:
-    """The text of a message, whose parts are joined."""
+    """The text of a message, joined from its parts."""
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
@@ -196,7 +195,7 @@ class ToolCall(RequestModel):
 
 
 class Function(RequestModel):
-    """A function that may be called; its arguments always match its schema, so strict changes nothing."""
+    """A function that may be called; its arguments match its schema even if it is not strict."""
 
     name: ToolName
     description: Text | None = None
@@ -246,7 +245,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fai
 
 
 class StructuredOutputs(RequestModel):
-    """vLLM's ways to constrain an output: one of them, or none."""
+    """vLLM's ways to constrain an output, of which at most one may be given."""
 
     json_: dict[str, Any] | Text | None = Field(None, alias="json", description="A JSON schema.")
     json_object: bool = Field(False, description="Any JSON object.")
@@ -286,11 +285,11 @@ _CONTROLS = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v", "\f": r"\f"}
 
 
 def _lark_regex(regex: str) -> str:
-    """A regular expression in Lark's syntax; it matches the whole output, so anchors at its ends are removed."""
+    """A regular expression in Lark's syntax, without anchors at its ends, as it matches the whole output."""
     regex = re.sub(r"^\^|(?<!\\)((?:\\\\)*)\$$", lambda match: match[1] or "", regex)
 
     def escape(match: re.Match[str]) -> str:
-        """Escapes slashes and line breaks, which end it in Lark; ``re.escape`` puts a backslash before either."""
+        """Escapes slashes and line breaks, which end an expression in Lark, with or without a backslash before them."""
         letter = match[1] or match[0]
         return r"\/" if letter == "/" else _CONTROLS.get(letter, match[0])
 
@@ -299,5 +298,5 @@ def _lark_regex(regex: str) -> str:
 
 
 def quote(text: str) -> str:
-    """A string literal of Lark."""
+    """A text as a string literal of Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")

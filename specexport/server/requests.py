@@ -1,6 +1,6 @@
-"""Requests: OpenAI's names and meanings, and some of vLLM's.
+"""The API's requests; names and meanings are OpenAI's, some vLLM's.
 
-Unknown fields are refused, and so are known ones that ask for something unsupported: nothing is ignored.
+Unknown fields and unsupported values are refused, never ignored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "ignore_eos", "min_tokens", "skip_special_tokens"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
-"""Fields that are the engine's parameters."""
+"""Fields that are parameters of the engine."""
 
 if TYPE_CHECKING:
 
@@ -53,7 +53,7 @@ else:
 
 
 class StreamOptions(RequestModel):
-    """How to stream."""
+    """Options of streaming."""
 
     include_usage: bool = Field(False, description="Send a last chunk with the usage of the whole request.")
     continuous_usage_stats: bool = Field(False, description="Send the usage so far with every chunk.")
@@ -61,7 +61,7 @@ class StreamOptions(RequestModel):
 
 
 class SpeculativeOptions(RequestModel):
-    """How a request speculates: keys of ``speculative_config``, those of a method that needs no graph among them."""
+    """Speculation of a request: keys of ``speculative_config``, including those of methods without a graph."""
 
     model_config = ConfigDict(extra="allow")
     method: str | None = Field(None, max_length=64, description="One of the bundle's methods.")
@@ -86,7 +86,7 @@ class GenerationRequest(_Sampling):
     logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] = Field(
         {}, description="Added to the logits of tokens."
     )
-    # vLLM's, and ours.
+    # Fields of vLLM, and of ours.
     stop_token_ids: Annotated[list[Count], Field(max_length=64)] = Field([], description="Tokens that end the output.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Constrains the output.")
     speculative: SpeculativeOptions | None = Field(None, description="How to speculate; None as the server does.")
@@ -97,7 +97,7 @@ class GenerationRequest(_Sampling):
     )
 
     format_field: ClassVar[str] = ""
-    """The field with the output's format, if there is one."""
+    """Name of the field with the output's format, if any."""
 
     @property
     def hypothesis(self) -> str | None:
@@ -133,7 +133,7 @@ class NamedSchema(RequestModel):
     """A JSON schema with a name."""
 
     name: str = Field(max_length=64)
-    # The field's name is schema, which is a method of pydantic's models.
+    # The field is called schema, like a method of pydantic's models.
     schema_: dict[str, Any] = Field(alias="schema")
     description: str | None = Field(None, max_length=4096)
     strict: bool | None = None
@@ -154,7 +154,7 @@ class Prediction(RequestModel):
 
 
 class TemplateOptions(RequestModel):
-    """How a conversation is formatted."""
+    """Options of formatting a conversation."""
 
     chat_template: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="The name of one of the model's chat templates, such as tool_use or rag."
@@ -168,24 +168,24 @@ class TemplateOptions(RequestModel):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Variables of the template, in addition to the messages."""
+        """Variables of the template besides the messages."""
         return ({} if self.documents is None else {"documents": self.documents}) | self.chat_template_kwargs
 
 
 class SchemaFormat(NamedSchema):
-    """A JSON schema, as responses have it."""
+    """A JSON schema, in the form of responses."""
 
     type: Literal["json_schema"]
 
 
 class ResponseTool(Function):
-    """A tool, as responses have it."""
+    """A tool, in the form of responses."""
 
     type: Literal["function"]
 
 
 class ChosenFunction(FunctionName):
-    """The tool to call, as responses have it."""
+    """The tool to call, in the form of responses."""
 
     type: Literal["function"]
 
@@ -204,7 +204,7 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
 
     @property
     def choice(self) -> ToolMode | FunctionName | None:
-        """Whether a function is called, and which."""
+        """Whether to call a function, or which."""
         return self.tool_choice.function if isinstance(self.tool_choice, ChosenTool) else self.tool_choice
 
 
@@ -247,7 +247,7 @@ class TextConfig(RequestModel):
 
 
 class Reasoning(RequestModel):
-    """Settings of reasoning, for the model's chat template."""
+    """Settings of reasoning for the model's chat template."""
 
     effort: Annotated[str, Field(max_length=64)] | None = None
     summary: Annotated[Any, Only(("auto",))] = None
@@ -260,7 +260,7 @@ class _Item(RequestModel):
 
 
 class InputMessage(_Item):
-    """A message of a response's input."""
+    """A message in a response's input."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -286,7 +286,7 @@ class InputCallOutput(_Item):
 
 
 def _kind(item: Any) -> Any:
-    """The type of an item of a response's input, by default a message; None if it is not an item."""
+    """The type of an item in a response's input, by default a message; None if it is no item."""
     return (item.get("type") or "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
@@ -338,7 +338,7 @@ class TokenizeRequest(TemplateOptions):
 
     @property
     def without_effect(self) -> set[str]:
-        """Fields that are for the other kind of text."""
+        """The fields that have no effect on this kind of text."""
         if self.messages is None:
             return {*TemplateOptions.model_fields, "tools", "add_generation_prompt"}
         return {"add_special_tokens"} if self.add_special_tokens else set()

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``. Responses are not stored, so none can be retrieved or continued."""
+"""``POST /v1/responses``. Responses are not stored, so they cannot be retrieved or continued."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from specexport.server.tools import Calling, CallReader, template_tools
 
 
 async def answer_response(service: Service, request: Request, body: ResponseRequest) -> Response:
-    """Answers an input."""
+    """Answers a request."""
     if body.n != 1:
         raise RequestError(f"n is {body.n}; a response is one output", param="n")
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
@@ -58,7 +58,7 @@ async def answer_response(service: Service, request: Request, body: ResponseRequ
 
 
 def _add(messages: list[ChatMessage], item: InputItem) -> None:
-    """Adds an item of the input to a conversation; calls join the assistant's message before them."""
+    """Adds an item of the input to a conversation; calls become part of the assistant's message before them."""
     if isinstance(item, InputMessage):
         messages.append(_message(item.role, item.content))
     elif isinstance(item, InputCall):
@@ -81,7 +81,7 @@ class Output:
         self._reader = None if calls is None else CallReader(calls)
 
     def push(self, text: str, reason: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Adds text, and the finish reason if it ended; yields names and fields of events."""
+        """Adds text, with the finish reason at its end; yields the names and fields of events."""
         message, pieces = (text, []) if self._reader is None else self._reader.push(text, reason is not None)
         ended = reason is not None
         if message or (ended and not pieces and not self.items):
@@ -163,7 +163,7 @@ class _Response:
         }
 
     def answer(self, output: Output, reason: str | None) -> answers.ResponseAnswer:
-        """The response with its output and finish reason; None for one in progress."""
+        """The response with its output and finish reason, which is None while it is in progress."""
         if reason is None:
             return answers.ResponseAnswer(status="in_progress", output=[], **self._fields)
         status: Any = "incomplete" if reason == "length" else "completed"

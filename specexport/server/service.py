@@ -1,4 +1,4 @@
-"""The served engine with its names and limits, and how a request becomes streams and an answer."""
+"""The served engine: starts the streams of requests, and turns them into answers."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from specexport.server.requests import (
 from specexport.server.tools import Calling, calling
 
 LENGTHS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
-"""Names of the most tokens of an output; a request without any of them uses the model's own limit, if it has one."""
+"""Names of the maximum number of tokens; a request without any of them has the model's own limit, if there is one."""
 GONE = 499
 """Nginx's status for a client that disconnected."""
-_LEAST_LOGPROB = -9999.0
+_MIN_LOGPROB = -9999.0
 _LINES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
-"""Characters that some clients treat as line breaks and JSON does not escape; escaped in events."""
+"""Escapes of characters that some clients take for line breaks and JSON does not escape."""
 _NO_CHOICES = '"choices":[]'
-"""The empty list of outputs in an answer; in a caller's text its quotes would be escaped."""
+"""The empty list of outputs in an answer; within texts its quotes would be escaped."""
 
 
 def finite_logprob(logprob: float) -> float:
-    """A log-probability for JSON: OpenAI uses -9999 for minus infinity."""
-    return max(logprob, _LEAST_LOGPROB)
+    """A log-probability for JSON, with OpenAI's -9999 for minus infinity."""
+    return max(logprob, _MIN_LOGPROB)
 
 
 def one_line(text: str) -> str:
@@ -61,20 +61,20 @@ def one_line(text: str) -> str:
 
 
 def speculation(body: GenerationRequest) -> dict[str, Any]:
-    """A request's settings of speculation."""
+    """The settings of a request's speculation."""
     keys = {} if body.speculative is None else body.speculative.model_dump(exclude_none=True)
     return keys if body.hypothesis is None else {**keys, "hypothesis": body.hypothesis}
 
 
 @dataclass
 class Service:
-    """The served engine, its names and limits. It reads the tokenizer for grammars in the background.
+    """The served engine, its names and limits. Prepares the tokenizer for grammars in the background.
 
     Attributes:
-        frontend: the engine's.
         names: the model's names; answers have the first.
-        timeout: seconds a request may take, waiting included; None for no limit.
-        created: when the server started, in seconds since 1970.
+        timeout: maximum number of seconds per request, waiting included; None for no limit.
+        frontend: the engine's frontend.
+        created: time at which the server started, in seconds since 1970.
     """
 
     engine: AsyncEngine
@@ -88,19 +88,19 @@ class Service:
         threading.Thread(target=self.frontend.engine.prepare_grammars, daemon=True).start()
 
     def require_model(self, name: str | None) -> str:
-        """The model's name in the answer.
+        """Returns the model's name for the answer to a request for ``name``.
 
         Raises:
             ApiError: another model was requested.
         """
         if name is not None and name not in self.names:
             served = ", ".join(map(repr, self.names))
-            why = f"model {name!r} is not served; there is {served}"[:300]
-            raise ApiError(404, why, "not_found_error", "model", "model_not_found")
+            message = f"model {name!r} is not served; there is {served}"[:300]
+            raise ApiError(404, message, "not_found_error", "model", "model_not_found")
         return name or self.names[0]
 
     def head(self, body: GenerationRequest, kind: str) -> dict[str, Any]:
-        """The first fields of every part of a request's answer.
+        """The first fields of each part of an answer.
 
         Raises:
             ApiError: another model was requested.
@@ -109,7 +109,7 @@ class Service:
         return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def calling(self, body: ConversationRequest) -> Calling | None:
-        """How a request's answer may call tools; see :func:`~specexport.server.tools.calling`."""
+        """The calls that a request's answer may make; see :func:`~specexport.server.tools.calling`."""
         template = self.frontend.engine.chat_template
         source = "" if template is None else template.source(body.chat_template, tools=bool(body.offered))
         result = calling(body, source)
@@ -119,7 +119,7 @@ class Service:
 
     @cached_property
     def _special_tokens(self) -> re.Pattern[str] | None:
-        """The names of special tokens."""
+        """A pattern of the names of special tokens; None if there are none."""
         added = self.frontend.engine.tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names))) if names else None
@@ -132,7 +132,7 @@ class Service:
         calls: Calling | None = None,
         shape: AnyFormat | NamedSchema | None = None,
     ) -> SamplingParams:
-        """A request's sampling parameters, by default the model's own, for an output with calls or of a format.
+        """The sampling parameters of a request, by default the model's, with the constraints of calls or a format.
 
         Raises:
             RequestError: the output is constrained in two ways.
@@ -166,7 +166,7 @@ class Service:
     async def start(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, body: GenerationRequest
     ) -> list[AsyncStream]:
-        """Starts the streams of all prompts' outputs, those of the first prompt first."""
+        """Starts the streams of all outputs, in the order of the prompts."""
         for name in ("stream_options", "include_steps"):
             if getattr(body, name) and not body.stream:
                 raise RequestError(f"{name}: given without stream", param=name)
@@ -174,7 +174,7 @@ class Service:
             raise RequestError(
                 "prompt_logprobs: given with stream; they come with whole answers", param="prompt_logprobs"
             )
-        self.engine.require_place(0, len(prompts) * body.n)  # before any work on them
+        self.engine.require_place(0, len(prompts) * body.n)  # before any work on the prompts
         frontend = self.frontend
         chosen = frontend.speculation(speculation(body))
         limits = [limit for limit in (self.timeout, body.timeout) if limit is not None]
@@ -190,18 +190,18 @@ class Service:
                     field = "structured_outputs"
                 raise RequestError(f"{field}: {error}", param=field) from error
 
-        # A schema or a prediction may take long, so it is processed in a thread.
+        # In a thread, as a schema or a prediction may take long.
         return self.engine.start(await asyncio.to_thread(create), min(limits, default=None))
 
 
 class Format(Protocol):
-    """An endpoint's format of answers, streamed in parts or whole."""
+    """The format of an endpoint's answers, whole or streamed in parts."""
 
     def choice(self, index: int, chunk: Chunk) -> answers.Choice | None:
-        """The next part of an output, or all of it; None if there is nothing to send yet."""
+        """The whole output or its next part; None if there is nothing to send yet."""
 
     def answer(self, choices: list[Any], usage: answers.Usage | None) -> BaseModel:
-        """A part of the answer, or all of it."""
+        """The whole answer or a part of it."""
 
 
 async def respond(
@@ -211,7 +211,7 @@ async def respond(
     streams: list[AsyncStream],
     form: Format,
 ) -> Response:
-    """Turns started streams into an answer, streamed or whole. They are cancelled if the client disconnects."""
+    """Turns started streams into an answer, whole or streamed; cancels them if the client disconnects."""
     if body.stream:
         return EventStream(_events(service, body, streams, form))
     outputs = await collect(service, request, streams)
@@ -220,7 +220,7 @@ async def respond(
     usage = usage_of(body, streams)
 
     def serialize() -> str:
-        # Output by output: with log-probabilities they are long, and each is serialized under Python's lock.
+        # Output by output: each is serialized under Python's lock, and may be long with log-probabilities.
         before, empty, after = form.answer([], usage).model_dump_json(exclude_unset=True).partition(_NO_CHOICES)
         choices = [form.choice(index, chunk) for index, chunk in enumerate(outputs)]
         parts = (choice.model_dump_json(exclude_unset=True) for choice in choices if choice is not None)
@@ -232,7 +232,7 @@ async def respond(
 
 
 async def collect(service: Service, request: Request, streams: list[AsyncStream]) -> list[Chunk] | None:
-    """Every stream's output as one chunk; None if the client disconnected."""
+    """The output of each stream as a single chunk; None if the client disconnected."""
     work = asyncio.ensure_future(_collect_chunks(service, streams))
     disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
     disconnected.add_done_callback(lambda _: work.cancel())
@@ -278,7 +278,7 @@ async def _events(
         async with contextlib.aclosing(merge(service, streams)) as chunks:
             async for index, chunk in chunks:
                 if chunk.text or chunk.logprobs or body.include_steps or chunk.finish_reason is not None:
-                    # A prompt's log-probabilities come all at once, and trees have many tokens.
+                    # Log-probabilities of a prompt arrive all at once, and trees have many tokens.
                     long = chunk.logprobs or body.include_steps
                     yield await asyncio.to_thread(piece, index, chunk) if long else piece(index, chunk)
         if options.include_usage:
@@ -289,7 +289,7 @@ async def _events(
 
 
 def prompt_logprobs(stream: AsyncStream, frontend: Frontend) -> answers.PromptLogprobs:
-    """Log-probabilities of a stream's prompt, by token."""
+    """The log-probabilities at each token of a stream's prompt, by token."""
     return [None] + [
         {
             token: replace(score, logprob=finite_logprob(score.logprob))
@@ -300,7 +300,7 @@ def prompt_logprobs(stream: AsyncStream, frontend: Frontend) -> answers.PromptLo
 
 
 def step_of(chunk: Chunk, token_text: Callable[[int], str], arrived: float) -> answers.Step:
-    """The step of a chunk, with texts of its tokens; the request arrived at ``arrived``."""
+    """The step of a chunk, with the texts of its tokens; the request arrived at ``arrived``."""
     seconds = chunk.created - arrived
     if chunk.verified is None:
         plain = [(text, 0) for text in chunk.pieces]
@@ -324,7 +324,7 @@ async def _collect_chunks(service: Service, streams: list[AsyncStream]) -> list[
 
 
 async def merge(service: Service, streams: list[AsyncStream]) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """Chunks of several streams in order of arrival, with the stream's index; the first error ends all."""
+    """Yields the chunks of several streams as they arrive, after the stream's index; the first error ends all."""
     items: asyncio.Queue[tuple[int, Chunk] | asyncio.Future[None]] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncStream) -> None:
@@ -356,16 +356,16 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 def usage_of(body: GenerationRequest, streams: list[AsyncStream]) -> answers.Usage:
-    """Tokens of a request; a prompt counts once, however many outputs it has."""
+    """The tokens of a request; a prompt with several outputs counts once."""
     stats = [stream.stats for stream in streams]
 
     def total(name: str) -> int:
         return sum(getattr(s, name) for s in stats)
 
     output, steps, drafted, accepted = map(total, ("output_tokens", "steps", "drafted", "accepted"))
-    # The outputs of a prompt are neighbours.
+    # The outputs of a prompt follow each other.
     prompt_tokens = sum(s.prompt_tokens for s in stats[:: body.n])
-    # Rows that one shares with another of them were not cached before.
+    # Rows that an output shares with another output of its prompt were not cached before.
     cached = sum(min(s.cached_tokens for s in stats[at : at + body.n]) for at in range(0, len(stats), body.n))
     usage = answers.Usage(
         prompt_tokens=prompt_tokens,
@@ -384,7 +384,7 @@ def usage_of(body: GenerationRequest, streams: list[AsyncStream]) -> answers.Usa
             acceptance_length=output / steps if steps else 0.0,
         )
     if body.hypothesis is not None:
-        # Every step but the last adds its accepted tokens and one more; the output may end within the last.
+        # Every step adds its accepted tokens and one more, but the output may end within the last step.
         used = sum(min(s.accepted, s.output_tokens - s.steps + 1) for s in stats)
         usage.completion_tokens_details = answers.CompletionTokensDetails(
             accepted_prediction_tokens=used, rejected_prediction_tokens=drafted - used

@@ -1,4 +1,4 @@
-"""Tool arguments as separate parameters, ``<parameter=name>``, in the format of Qwen3-Coder; and as JSON."""
+"""Tool arguments as separate parameters, ``<parameter=name>``, in Qwen3-Coder's format; and as JSON."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _AFTER = "\n</parameter>\n"
 _KEY = re.compile(r"[^>\n]+")
 _STATED = {"type", "enum", "const", "title", "description", "default", "examples"}
 _DEFINITIONS = ("$defs", "definitions")
-"""Keys of definitions that parts of a schema may refer to."""
+"""Keys of definitions to which parts of a schema may refer."""
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "dependentSchemas")
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a parameter's value is written literally, as any text or one of a list; others are JSON."""
+    """Whether a parameter's value is written literally, as free text or an item of a list, instead of as JSON."""
     if not isinstance(schema, dict) or not schema.keys() <= _STATED:
         return False
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
@@ -31,12 +31,12 @@ def is_text(schema: Any) -> bool:
 
 
 def rules(name: str, tool: Function, options: dict[str, Any]) -> tuple[str, list[str]]:
-    """A tool's parameters in llguidance's dialect of Lark: an expression, and the rules that it uses.
+    """The parameters of a tool in llguidance's dialect of Lark: an expression and the rules that it uses.
 
-    ``name`` is the prefix of the names of rules; ``options`` are those of JSON.
+    ``name`` is the prefix of the names of rules; ``options`` are llguidance's options for JSON.
 
     Raises:
-        RequestError: they cannot be written as separate parameters.
+        RequestError: the parameters cannot be written separately.
     """
     schema = tool.parameters
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -71,7 +71,7 @@ class ParameterReader:
     """Converts streamed parameters to a JSON object.
 
     Args:
-        tool: the called tool; None for an unknown one, whose values are taken as texts.
+        tool: the called tool; None for an unknown tool, whose values are read as texts.
     """
 
     def __init__(self, tool: Function | None) -> None:
@@ -81,7 +81,7 @@ class ParameterReader:
         self.finished = False
 
     def push(self, text: str, last: bool) -> tuple[str, str]:
-        """Reads text; returns its part of the object, and the end of the text that is incomplete."""
+        """Reads text; returns its part of the object, and the incomplete end of the text."""
         output = ""
         while text and not self.finished:
             added, length = self._reading(text, last)

@@ -1,4 +1,4 @@
-"""Tool calls: the grammar of answers with tools, and the parser of calls in their text."""
+"""Tool calls: the grammar of answers with tools, and the parser of calls in answers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from specexport.server.requests import ConversationRequest
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes calls: a head with the function's name, then its arguments, as JSON or separately.
+    """The format of a model's calls: a head with the function's name, then the arguments, as JSON or separately.
 
     Attributes:
-        arguments: the key of the arguments, if a call is JSON.
-        begin: the mark before the calls, and the text after it; empty if a call is the whole answer.
-        end: the text after the calls.
-        opening: a regular expression between the mark and the first call.
-        between: the text between two calls; None for the end, a line break and the mark again.
-        head: a call up to its arguments, a regular expression with ``NAME`` and ``ARGUMENTS``.
-        tail: a call's text after its arguments.
+        arguments: key of the arguments, if a call is JSON.
+        begin: mark before the calls, and the text after it; empty if calls are the whole answer.
+        end: text after the calls.
+        opening: regular expression between the mark and the first call.
+        between: text between two calls; None for the end, a line break and the mark again.
+        head: regular expression of a call up to its arguments, with ``NAME`` and ``ARGUMENTS``.
+        tail: text of a call after its arguments.
         separate_arguments: whether each argument has its own marks; otherwise arguments are JSON.
-        id_length: letters and digits of a call's id, if the model's template requires a length.
+        id_length: number of letters and digits of a call's id, if the model's template requires it.
     """
 
     arguments: str = "arguments"
@@ -49,7 +49,7 @@ class CallFormat:
         return self.begin.rstrip()
 
     def head_of(self, name: str) -> str:
-        """A regular expression of a call up to its arguments, for Lark and for Python."""
+        """The regular expression of a call up to its arguments, for Lark and Python."""
         marks = {"ARGUMENTS": self.arguments, "NAME": name}
         return re.sub("|".join(marks), lambda match: marks[match[0]], self.head)
 
@@ -67,20 +67,20 @@ HARMONY = CallFormat(
     r"<\|message\|>",
     tail="",
 )
-"""gpt-oss: an answer consists of messages in channels; a call is the last one."""
+"""gpt-oss: an answer consists of messages in channels, of which the last may be a call."""
 _PLAIN = CallFormat("arguments")
-"""For models without tools; an answer can be constrained to it nevertheless."""
+"""For models without tools, whose answers can still be constrained to calls."""
 _PYTHON_TAG = "<|python_tag|>"
-"""Llama 3 may write this before a call."""
+"""Text that Llama 3 may write before a call."""
 _OBJECT = {
     "type": "object",
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
 }
-"""Arguments as models are trained to write them, if a tool's parameters do not say otherwise."""
+"""The form in which models are trained to write arguments, unless a tool's parameters say otherwise."""
 
 
 def call_format(template: str) -> CallFormat | None:
-    """The format that a chat template uses; None if it is unknown."""
+    """The format of calls that a chat template uses; None if it is unknown."""
     if "tools" not in template:
         return None
     if "<|channel|>" in template and "<|message|>" in template:
@@ -94,12 +94,12 @@ def call_format(template: str) -> CallFormat | None:
 
 @dataclass(frozen=True)
 class Calling:
-    """How an answer may call tools.
+    """The calls that an answer may make.
 
     Attributes:
-        forced: whether the answer consists of calls only.
+        forced: whether the answer consists of nothing but calls.
         parallel: whether there may be several calls.
-        hidden: special tokens that the answer's text leaves out.
+        hidden: special tokens to leave out of the answer's text.
     """
 
     format: CallFormat
@@ -109,11 +109,11 @@ class Calling:
     hidden: re.Pattern[str] | None = None
 
     def bound(self) -> dict[str, Any]:
-        """The engine's parameters that constrain the answer. Special tokens may be marks, which the reader needs."""
+        """The sampling parameters that constrain the answer and keep special tokens, which may be marks of calls."""
         return {"grammar": self.grammar(), "skip_special_tokens": False}
 
     def grammar(self) -> str:
-        """The answer's grammar, in llguidance's dialect of Lark."""
+        """The grammar of the answer, in llguidance's dialect of Lark."""
         form = self.format
         calls = ["call: " + " | ".join(f"call_{at}" for at in range(len(self.tools)))]
         for at, tool in enumerate(self.tools):
@@ -133,7 +133,7 @@ class Calling:
             if self.forced:
                 lines = [f"start: {_literal(form.mark)} {tail}"]
             elif form.begin:
-                # The lazy part ends the text at the first mark; only calls follow.
+                # The lazy part ends the text at the first mark, after which only calls follow.
                 lines = [f"start: TEXT | marked {tail}", f"marked[lazy]: TEXT {quote(form.mark)}", r"TEXT: /(.|\n)*/"]
             else:
                 lines = [
@@ -150,7 +150,7 @@ _MESSAGES = [
     'final: "<|channel|>final<|message|>" TEXT',
     r"TEXT: /(.|\n)*/",
 ]
-"""The rules of an answer in channels that need not be a call."""
+"""The rules of an answer in channels that may be something else than a call."""
 
 
 def _literal(text: str) -> str:
@@ -162,17 +162,17 @@ def _pattern(pattern: str) -> str:
 
 
 def template_tools(tools: Sequence[Function]) -> list[dict[str, Any]]:
-    """Tools in the form of chat templates."""
+    """Tools in the form that chat templates expect."""
     plain = (tool.model_dump(exclude_unset=True, exclude={"type", "strict"}) for tool in tools)
     return [{"type": "function", "function": tool} for tool in plain]
 
 
 def calling(request: ConversationRequest, template: str) -> Calling | None:
-    """How a request's answer may call tools; None if it may not.
+    """The calls that a request's answer may make; None if it may make none.
 
     Raises:
-        RequestError: an unknown tool is chosen, a tool's parameters are not those of an object, or the model may choose
-            a tool but its format of calls is unknown.
+        RequestError: an unknown tool is chosen, the parameters of a tool do not describe an object, or the model may
+            choose a tool but the format of its calls is unknown.
     """
     tools: Sequence[Function] = request.offered
     choice = request.choice or "auto"
@@ -204,17 +204,17 @@ def calling(request: ConversationRequest, template: str) -> Calling | None:
 
 
 class CallReader:
-    """Splits an answer's streamed text into text and pieces of calls.
+    """Splits the streamed text of an answer into text and pieces of calls.
 
     Attributes:
-        calls: number of calls that have begun.
+        calls: number of calls so far.
     """
 
     def __init__(self, calling: Calling) -> None:
         self._format, self._hidden = calling.format, calling.hidden
         self._tools = {tool.name: tool for tool in calling.tools}
         self._parameters = tool_arguments.ParameterReader(None)
-        # A head with two alternative places for the name needs two groups.
+        # Two groups for a head with two alternative places of the name.
         name, again = _NAME, _NAME.replace("name", "again", 1)
         pattern = calling.format.head_of(name)
         self._head_pattern = re.compile(again.join(pattern.rsplit(name, 1)) if pattern.count(name) > 1 else pattern)
@@ -227,7 +227,7 @@ class CallReader:
         self.calls = 0
 
     def push(self, text: str, last: bool) -> tuple[str, list[AssistantCall]]:
-        """Reads text, the last of the answer if ``last``; returns its parts of the answer and of calls."""
+        """Reads text, the answer's last if ``last``; returns text of the answer and pieces of calls."""
         self._text += text
         answer, pieces = "", list[AssistantCall]()
         before = None
@@ -241,7 +241,7 @@ class CallReader:
         return self._visible(answer), pieces
 
     def thoughts(self) -> str:
-        """The new text of the model's analysis channel since the last call."""
+        """The text of the model's analysis channel since the last call of this method."""
         thoughts, self._thoughts = self._visible(self._thoughts), ""
         return thoughts
 
@@ -253,7 +253,7 @@ class CallReader:
         return text
 
     def _until(self, mark: str, last: bool) -> tuple[str, bool]:
-        """Text up to a mark, without a possible beginning of the mark; and whether the mark was found."""
+        """The text up to a mark, or to what may be its beginning; and whether the mark was found."""
         at = self._text.find(mark)
         if at >= 0:
             return self._take(at), True
@@ -274,7 +274,7 @@ class CallReader:
         return self._take(len(self._text))
 
     def _head(self, last: bool) -> AssistantCall | None:
-        """Reads the head of the next call, and drops marks and separators before it."""
+        """Reads the head of the next call; drops marks and separators before it."""
         return self._begun(head) if (head := self._head_pattern.search(self._text)) is not None else None
 
     def _begun(self, head: re.Match[str]) -> AssistantCall:
@@ -334,7 +334,7 @@ class CallReader:
 
 
 def whole_calls(pieces: Sequence[AssistantCall]) -> list[AssistantCall]:
-    """Joins pieces to calls; whole calls have no index."""
+    """Joins pieces into calls, which have no index."""
     calls: list[AssistantCall] = []
     for piece in pieces:
         if piece.id is not None:

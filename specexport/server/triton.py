@@ -1,7 +1,7 @@
 """A model for Triton's Python backend that serves a bundle, with the tensor names of Triton's vLLM backend.
 
 Triton imports it through the ``model.py`` that ``specexport export triton`` writes. Our scheduler batches requests, so
-Triton passes on each one as it arrives (decoupled, ``max_batch_size`` 0). Needs the ``[serve]`` extra.
+Triton passes on each request as it arrives (decoupled, ``max_batch_size`` 0). Needs the ``[serve]`` extra.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specexport.server.requests import SAMPLING, CompletionRequest
 from specexport.server.service import Service, merge
 
 SETTINGS = "model.json"
-"""File beside ``model.py``: the bundle's relative path, ``timeout`` in seconds, and options of ``AsyncEngine.open``."""
+"""File beside ``model.py`` with the bundle's path, ``timeout`` in seconds, and options of ``AsyncEngine.open``."""
 _PARAMETERS = {
     *SAMPLING,
     *("max_tokens", "n", "seed", "stop", "stop_token_ids", "logit_bias", "structured_outputs", "speculative"),
@@ -40,18 +40,19 @@ _CODES = {400: "INVALID_ARG", 404: "NOT_FOUND", 429: "UNAVAILABLE", 503: "UNAVAI
 class TritonPythonModel:
     """Answers inference requests; Triton creates it and calls its methods.
 
-    Tensors are one-dimensional. Inputs, each of one element: ``text_input`` BYTES, ``stream`` BOOL,
+    Tensors are one-dimensional. Inputs have one element: ``text_input`` BYTES, ``stream`` BOOL,
     ``sampling_parameters`` BYTES (a JSON object; without it the request's own parameters), ``exclude_input_in_output``,
-    ``return_finish_reason``, ``return_num_input_tokens`` and ``return_num_output_tokens`` BOOL. Outputs, with an
-    element for each of a request's ``n`` texts: ``text_output`` and ``finish_reason`` BYTES (empty while a text goes
-    on), ``num_output_tokens`` UINT32 (of this response); and ``num_input_tokens`` UINT32, of one element.
+    ``return_finish_reason``, ``return_num_input_tokens`` and ``return_num_output_tokens`` BOOL. Outputs have an element
+    for each of the ``n`` texts: ``text_output`` and ``finish_reason`` BYTES (empty while a text goes on),
+    ``num_output_tokens`` UINT32 (of this response); ``num_input_tokens`` UINT32 has one element.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Opens the bundle.
 
         Raises:
-            BundleError: the settings cannot be read; or what ``AsyncEngine.open`` raises.
+            BundleError: the settings cannot be read.
+            SpecExportError: see ``AsyncEngine.open``.
         """
         folder = Path(args["model_repository"]) / args["model_version"]
         try:
@@ -68,17 +69,17 @@ class TritonPythonModel:
         self._thread.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Starts requests, which send their responses themselves."""
+        """Starts requests; each sends its own responses."""
         for request in requests:
             asyncio.run_coroutine_threadsafe(self._answer(request, request.get_response_sender()), self._loop)
 
     def finalize(self) -> None:
-        """Lets requests finish, and frees the engine."""
+        """Lets requests finish and frees the engine."""
 
         async def end() -> None:
             await self._engine.drain(_DRAIN_TIMEOUT)
             await self._engine.aclose()
-            while len(asyncio.all_tasks()) > 1:  # answers that are being sent
+            while len(asyncio.all_tasks()) > 1:  # answers in progress
                 await asyncio.sleep(0.01)
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result()
@@ -134,7 +135,7 @@ class TritonPythonModel:
 
 
 _OPTIONAL = ("finish_reason", "num_input_tokens", "num_output_tokens")
-"""Outputs that a request asks for by ``return_`` and the name."""
+"""Outputs that a request asks for by ``return_NAME``."""
 
 
 class _Parts:
@@ -155,7 +156,7 @@ class _Parts:
 
 
 def _input(request: Any, name: str, default: Any = None) -> Any:
-    """An input's only element."""
+    """The only element of an input."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     if tensor is None:
         return default
@@ -166,10 +167,10 @@ def _input(request: Any, name: str, default: Any = None) -> Any:
 
 
 def _parameters(request: Any) -> dict[str, Any]:
-    """A request's sampling parameters. Numbers may be texts, as in the vLLM backend.
+    """The sampling parameters of a request. Numbers may be texts, as in the vLLM backend.
 
     Raises:
-        RequestError: it is not a JSON object, or has a field that completions do not have here.
+        RequestError: they are not a JSON object, or have a field that completions lack here.
     """
     raw = _input(request, "sampling_parameters", None)
     try:

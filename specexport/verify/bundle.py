@@ -1,4 +1,4 @@
-"""``specexport verify``: checks that a bundle is intact and computes what its original models compute; its report."""
+"""``specexport verify``: the checks of a bundle and their report."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
 DEFAULT_PROMPTS = (
     "The old man looked out of the window and thought about the long way home.",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-    # Long: several prefill chunks, and in a context of some size, a cache that has to grow.
+    # Long: several prefill chunks, and a cache that must grow if the context is not tiny.
     "\n".join(f"{n} squared is {n * n}." for n in range(1, 64)),
     "Ærøskøbing, Łódź, Αθήνα, Москва, 東京, naïve café, 🙂",
     '{"name": "Ada Lovelace", "born": 1815, "fields": ["mathematics",',
 )
 
 _LONGEST_PROMPT = 224
-"""Most tokens of a prompt. The original model reads the text again for every step, so long prompts are slow."""
+"""Maximum number of tokens of a prompt, as the original model reads the text again for every step."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check and its result.
+    """A check and its result.
 
     Attributes:
         name: ``files``, ``graphs``, ``engines``, ``logits``, ``quality``, ``embeds``, the name of a method, or
             ``speculation``.
-        passed: None if it could not be run.
-        sentence: the finding, or why it was not run.
+        passed: whether it passed; None if it could not be run.
+        sentence: the finding, or the reason why it was not run.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Check:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Every check of a bundle, in order."""
+    """The checks of a bundle, in order."""
 
     bundle: Path
     checks: tuple[Check, ...]
@@ -76,7 +76,7 @@ class VerifyReport:
         return "passed" if all(check.passed for check in self.checks) else "passed what could be checked"
 
     def as_dict(self) -> dict[str, Any]:
-        """The report for JSON; numbers that are not finite, which JSON lacks, are null."""
+        """The report for JSON, with null for numbers that are not finite."""
         checks = [
             {
                 "name": check.name,
@@ -91,7 +91,7 @@ class VerifyReport:
 
 def numbers(report: VerifyReport) -> Table:
     """A table of the measurements of all checks."""
-    table = Table("what was measured", ("check", "figure", "value"), "llr")
+    table = Table("measurements", ("check", "figure", "value"), "llr")
     for check in report.checks:
         for name, value in check.numbers.items():
             table.add_row(check.name, name.replace("_", " "), f"{value:.6g}" if value % 1 else f"{value:.0f}")
@@ -99,7 +99,7 @@ def numbers(report: VerifyReport) -> Table:
 
 
 def render(report: VerifyReport) -> list[Table | Styled | str]:
-    """The report as a table with a verdict below it."""
+    """The report as a table and a verdict."""
     table = Table(str(report.bundle), ("check", "result", "finding"))
     for check in report.checks:
         table.add_row(check.name, Styled(check.result, _STYLES[check.result]), check.sentence)
@@ -119,15 +119,15 @@ def verify(
     """Checks a bundle.
 
     Args:
-        bundle: its folder.
+        bundle: the bundle's folder.
         target: folder or hub id of the original model; None for the manifest's.
         sources: the methods' checkpoints by ``METHOD.key``, such as ``medusa.model``; None for the manifest's.
         prompts: texts to compare on; None for :data:`DEFAULT_PROMPTS`.
         max_tokens: tokens to generate for each prompt.
-        progress: called with a check's name, the amount done, and the total.
+        progress: called with the name of a check, the amount done and the total.
 
     Raises:
-        SpecExportError: an argument is wrong. Faults of the bundle are in the report.
+        SpecExportError: an argument is wrong. Faults of the bundle are part of the report.
     """
     report = progress or (lambda *_: None)
     if max_tokens < 1:
@@ -161,7 +161,7 @@ def verify(
 
 
 def _attempt(name: str, step: Callable[[], Outcome]) -> Check:
-    """Runs one check; its errors are its result."""
+    """Runs a check; turns errors into results."""
     try:
         passed, sentence, numbers = step()
     except NotRunError as reason:
@@ -174,7 +174,7 @@ def _attempt(name: str, step: Callable[[], Outcome]) -> Check:
 
 
 def _texts(bundle: Bundle, prompts: Sequence[str], max_tokens: int) -> list[list[int]]:
-    """The prompts' tokens, cut so that the output fits, or has half of the context."""
+    """The tokens of the prompts, cut to leave room for the output, at most half of the context."""
     limit = bundle.manifest.max_seq_len
     longest = max(1, min(_LONGEST_PROMPT, limit - min(max_tokens, limit // 2)))
     tokenizer = bundle.tokenizer()
@@ -198,13 +198,13 @@ def _files(folder: Path, progress: Progress) -> Outcome:
 
     check_files(folder, manifest, hashes=True, progress=advance)
     count = len(manifest.files)
-    sentence = f"{counted(count, 'file')}, of the sizes and hashes that the manifest says"
+    sentence = f"{counted(count, 'file')} with the sizes and hashes of the manifest"
     return True, sentence, {"files": count, "bytes": total}
 
 
 def _graphs(bundle: Bundle, progress: Progress) -> Outcome:
     count = check_graphs(bundle, progress)
-    finding = "valid ONNX of standard operators only, with the inputs, outputs and shapes declared"
+    finding = "valid ONNX of standard operators, with the declared inputs, outputs and shapes"
     return True, f"{counted(count, 'graph')}: {finding}", {"graphs": count}
 
 
@@ -243,8 +243,8 @@ def _locations(bundle: Bundle, target: str | None, sources: Mapping[str, str]) -
     """The checkpoints that the caller names.
 
     Raises:
-        RequestError: the bundle was built without one of them.
-        BuildError: one of them does not exist.
+        RequestError: the bundle was built without such a checkpoint.
+        BuildError: a checkpoint does not exist.
     """
     kinds = {f"{method.name}.{key}": kind for method in bundle.manifest.methods for key, kind in method.sources.items()}
     for key in sources:

@@ -1,7 +1,7 @@
-"""``specexport verify`` of engines: on their GPU, each must compute what its ONNX graph computes on the CPU.
+"""``specexport verify`` of engines: compares each engine on its GPU with its ONNX graph on the CPU.
 
-The ONNX side is the bundle's own graph in float32 without optimisation; the engine, run by Polygraphy, computes in its
-own type, and may differ by its rounding. Inputs are synthetic but valid.
+The bundle's graph runs in float32 without optimizations; Polygraphy runs the engine, which computes in its own type and
+may differ by its rounding. Inputs are synthetic but valid.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ _Values = dict[str, npt.ArrayLike]
 
 CACHE_TYPES: dict[ComputedIn, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 _PAST = 40
-"""Most rows that the cache holds before a run."""
+"""Maximum number of rows in the cache before a run."""
 FIRST_CHOICES = 3
-"""Number of most probable tokens that a speculator's levels continue."""
+"""Number of most probable tokens that each level of a speculator's tree continues."""
 _SPREAD = 3.0
-"""Standard deviation of random logits, such that some draft tokens are accepted and some are not."""
+"""Standard deviation of random logits; some draft tokens are then accepted and some are not."""
 LIMITS: dict[ComputedIn, float] = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 0.2}
-"""Largest root-mean-square difference of an output, relative to the output. On the CPU, fp16 graphs of two layers are
-within 0.01; unrelated outputs differ by 1.4."""
+"""Maximum root-mean-square difference of an output, relative to the output. On the CPU, fp16 graphs of two layers
+differ by less than 0.01; unrelated outputs differ by 1.4."""
 _SHARED = 0.9
-"""Least share of the most probable tokens that both sides must have in common."""
+"""Minimum share of the most probable tokens that both sides must have in common."""
 _BEFORE = " before"
-"""Suffix of a cache's name for the rows that a run must not change."""
+"""Suffix of a cache's name for rows that a run must not change."""
 
 
 @dataclass(frozen=True)
 class GraphRun:
-    """One run of a graph.
+    """A run of a graph.
 
     Attributes:
-        tree: the tree of its tokens, one node a token.
+        tree: the tree of the tokens.
     """
 
     graph: onnx.GraphProto
@@ -81,7 +81,7 @@ class GraphRun:
         return self.point.tokens if isinstance(self.of, Commit) else self.point.fed
 
     def feed(self) -> Feed:
-        """An array for each of the graph's inputs, in float32 for caches; slots get different values."""
+        """The graph's inputs, with caches in float32; slots get different values."""
         slots = [self._slot() for _ in range(self.point.batch)]
         feed: Feed = {}
         for value in self.graph.input:
@@ -109,17 +109,17 @@ class GraphRun:
 
 
 def _model(call: GraphRun) -> _Values:
-    """Inputs of a step graph or a propose graph; drawing is greedy, reported probabilities are not."""
+    """The inputs of a step graph or a propose graph, with sampling parameters but greedy noise."""
     assert isinstance(call.of, Model)
     tokens = call.point.tokens
-    # The least noise, its initial value, draws the most probable token, whatever the rounding of the others.
+    # The initial noise, 0, draws the most probable token, however the others are rounded.
     values: _Values = {**_SAMPLING}
     for value in call.graph.input:
         if value.name in (tensors.HIDDEN_STATE, tensors.LAYER_STATES, tensors.OWN_STATE):
             rows = (tokens,) if value.name == tensors.LAYER_STATES else ()
             width = value.type.tensor_type.shape.dim[-1].dim_value
             values[value.name] = call.random.standard_normal((*rows, width))
-    if not call.of.cache:  # an MLP speculator continues from hidden states; the levels of its tree are full
+    if not call.of.cache:  # an MLP speculator, which continues from hidden states; the levels of its tree are full
         levels = (call.point.drafts, tokens)
         parents = call.random.integers(0, tokens, levels)
         parents[:2] = 0  # the root is alone
@@ -144,7 +144,7 @@ def _accept(call: GraphRun) -> _Values:
     assert isinstance(call.of, Accept)
     parents = np.array(call.tree.parents)
     logits = _SPREAD * call.random.standard_normal((len(parents), call.vocab)).astype(np.float32)
-    # Probable tokens of the target, so that some are accepted; each node has its own rank among its siblings.
+    # Tokens that are probable for the target, so that some are accepted; siblings have different ranks.
     likely = np.argsort(-logits[parents[1:]], axis=-1)
     ids = likely[:, : call.of.candidates]
     tokens = likely[np.arange(len(likely)), np.array(call.tree.ranks[1:], np.int64)]
@@ -193,7 +193,7 @@ _INPUTS: dict[type, Callable[[GraphRun], _Values]] = {Model: _model, Accept: _ac
 
 @dataclass(frozen=True)
 class Subject:
-    """A graph of a bundle, and one of its engines that runs here."""
+    """A graph of a bundle, and an engine of it that runs here."""
 
     master: str
     of: Model | ProgramGraph
@@ -205,7 +205,7 @@ class EnginesResult:
     """The result of :func:`compare_engines`.
 
     Attributes:
-        worst: the largest difference of an output from its graph's, relative to the limit; at most 1 is right.
+        worst: largest difference of an output from its graph's, relative to the limit; at most 1 is right.
         wrong: engine, shape and output of each larger difference, for the report.
     """
 
@@ -216,10 +216,10 @@ class EnginesResult:
 
 
 def runnable(manifest: Manifest) -> tuple[CompilerLibrary, list[Subject]]:
-    """The library and the engines that can be compared on this machine, one for each graph with engines.
+    """The library and the engines that can be compared on this machine, for each graph with engines.
 
     Raises:
-        SpecExportError: there is no GPU, no library, or no engine for them; says which.
+        SpecExportError: there is no GPU, no library, or no engine for them.
     """
     if manifest.target.ranks:
         raise BackendError(
@@ -247,9 +247,9 @@ def compare_engines(
     runner: Callable[[CompiledEngine], BaseRunner],
     progress: Progress,
 ) -> EnginesResult:
-    """Compares engines with their ONNX graphs at every shape they were compiled for.
+    """Compares engines with their ONNX graphs at all shapes that they were compiled for.
 
-    ``runner`` creates an engine's runner: :func:`tensorrt_runner` on a GPU.
+    ``runner`` creates the runner of an engine: :func:`tensorrt_runner` on a GPU.
     """
     result = EnginesResult()
     for index, subject in enumerate(subjects):
@@ -259,7 +259,7 @@ def compare_engines(
 
 
 def tensorrt_runner(library: CompilerLibrary, folder: Path) -> Callable[[CompiledEngine], BaseRunner]:
-    """Returns a function that creates Polygraphy's runners of a bundle's engines."""
+    """Returns a function that creates Polygraphy's runner of an engine."""
 
     def make(engine: CompiledEngine) -> BaseRunner:
         def load() -> Any:
@@ -287,7 +287,7 @@ def _compare(bundle: Bundle, subject: Subject, runner: BaseRunner, result: Engin
         for index, point in enumerate(engine.profiles)
     ]
     feeds = [call.feed() for call in calls]
-    # One side after the other: a board's memory may not hold both.
+    # One side after the other, as a board's memory may not hold both.
     expected = _run_graph(path, feeds)
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL), runner:
         for index, (call, feed, reference) in enumerate(zip(calls, feeds, expected, strict=True)):
@@ -305,14 +305,14 @@ def _compare(bundle: Bundle, subject: Subject, runner: BaseRunner, result: Engin
 
 
 def _tree(manifest: Manifest, point: ShapePoint, of_model: bool) -> TokenTree:
-    """A tree of the bundle that has the shape, or a chain."""
+    """A tree of the bundle with this shape, or a chain."""
     trees = (tree for method in manifest.methods for tree in method.token_trees() if len(tree) == point.tokens)
     fitting = (tree for tree in trees if of_model or point.drafts in (0, tree.depth))
     return next(fitting, TokenTree.chain(point.tokens))
 
 
 def _run_graph(path: Path, feeds: Sequence[Feed]) -> list[Feed]:
-    """Runs an unoptimised ONNX graph on the CPU: weights are dequantized, activations are not rounded."""
+    """Runs an ONNX graph on the CPU without optimizations: weights are dequantized, activations are not rounded."""
     onnxruntime = import_onnxruntime("portable")
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -323,7 +323,7 @@ def _run_graph(path: Path, feeds: Sequence[Feed]) -> list[Feed]:
 
 
 def run_engine(runner: BaseRunner, compute: ComputedIn, graph: onnx.GraphProto, profile: int, feed: Feed) -> Feed:
-    """Runs an engine with the inputs of its ONNX graph: caches go in and come out as float32."""
+    """Runs an engine with the inputs of its ONNX graph; caches are float32 on both sides."""
     types = {
         value.name: np.dtype(CACHE_TYPES[compute])
         if value.name.startswith(tensors.CACHES)
@@ -332,7 +332,7 @@ def run_engine(runner: BaseRunner, compute: ComputedIn, graph: onnx.GraphProto, 
     }
     inputs: dict[str, Any] = {}
     for name, array in feed.items():
-        if name != tensors.NUM_DRAFT_TOKENS:  # a draft's engine has its single pass unrolled
+        if name != tensors.NUM_DRAFT_TOKENS:  # the engine of a draft has a single pass
             # As bytes of the engine's type: NumPy and Polygraphy have no common bfloat16.
             cast = np.ascontiguousarray(array).astype(types[name])
             inputs[name] = FormattedArray(cast.view(np.uint8).reshape(-1), shape=array.shape) if cast.ndim else cast
@@ -346,7 +346,7 @@ def run_engine(runner: BaseRunner, compute: ComputedIn, graph: onnx.GraphProto, 
 
 
 def _visible(outputs: Feed, past: int, written: int) -> Feed:
-    """The compared outputs: of caches the written rows, and separately the rows that must not change."""
+    """The outputs to compare: of caches, the written rows, and, separately, the rows that must not change."""
     compared: Feed = {}
     for name, array in outputs.items():
         if name.startswith("present_"):
@@ -357,10 +357,10 @@ def _visible(outputs: Feed, past: int, written: int) -> Feed:
 
 
 def _align(reference: Feed, outputs: Feed, feed: Feed) -> Feed:
-    """A speculator's outputs, with the reference's values where they follow other tokens than the reference.
+    """The outputs of a speculator, with the reference's values after tokens that differ from the reference's.
 
-    A level's tokens come from the ranking of the stage before it. Rounding may exchange two that nearly tie; the
-    outputs after them cannot be compared.
+    The tokens of a level follow from the ranking of the previous stage. Rounding may exchange tokens that nearly tie,
+    and later outputs then cannot be compared.
     """
     if tensors.LEVEL_PARENTS not in feed:
         return outputs
@@ -378,14 +378,14 @@ def _align(reference: Feed, outputs: Feed, feed: Feed) -> Feed:
 
 
 def _difference(name: str, reference: Feed, outputs: Feed, limit: float) -> float:
-    """The difference of an output from the reference's, relative to the limit."""
+    """The difference of an output from the reference, relative to the limit."""
     actual, expected = outputs[name], reference[name]
     if actual.shape != expected.shape or not np.isfinite(actual).all():
         return np.inf
-    kind = name.partition(".")[0]  # a speculator's outputs have their stage as a suffix
+    kind = name.partition(".")[0]  # names of a speculator's outputs end with the stage
     ids = name.replace(tensors.DRAFT_TOKENS, tensors.DRAFT_IDS)
     if kind == tensors.DRAFT_TOKENS and ids in reference:
-        # Drawn with the least noise: the most probable token, or a tie.
+        # With noise of 0, the most probable token is drawn, or a tie.
         return 0.0 if (reference[ids][..., :FIRST_CHOICES] == actual[..., None]).any(-1).all() else np.inf
     if kind in (tensors.CANDIDATES, tensors.DRAFT_IDS):
         shared = (actual[..., :, None] == expected[..., None, :]).any(-1).mean()

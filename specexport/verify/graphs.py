@@ -1,4 +1,4 @@
-"""``specexport verify`` of the graphs alone: valid, standard, and of the declared shapes."""
+"""``specexport verify`` of graphs: they must be valid, of standard operators, and of the declared shapes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float3
 
 
 def check_graphs(bundle: Bundle, progress: Progress) -> int:
-    """Checks every graph of a bundle: the masters, and those that GPUs or ranks open instead.
+    """Checks all graphs of a bundle: the masters, and graphs that GPUs or ranks open instead.
 
     Returns:
         The number of graphs.
 
     Raises:
-        BundleError: names the first graph that is not valid ONNX, is not of its lowering's opset, uses an operator
-            outside the standard, has other inputs, outputs or shapes than declared, or weights in other files.
+        BundleError: a graph is not valid ONNX or not of its lowering's opset, uses operators outside the standard, has
+            other inputs, outputs or shapes than declared, or weights in other files; names the first such graph.
     """
     manifest = bundle.manifest
     lowering = manifest.lowering
@@ -66,9 +66,9 @@ def check_graphs(bundle: Bundle, progress: Progress) -> int:
 def _check_graph(
     path: Path, opset: int, weights: Sequence[Path], additional: Collection[tuple[str, str]] = ()
 ) -> onnx.GraphProto:
-    """Reads a graph of standard operators and ``additional`` ones, by domain and type."""
+    """Reads and checks a graph of standard and ``additional`` operators, given by domain and type."""
     try:
-        # By path, so that weights are looked up relative to the graph.
+        # By path, so that weights are found relative to the graph.
         with without_links(path, weights) as plain:
             onnx.checker.check_model(str(plain), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
@@ -105,7 +105,7 @@ def _check_interface(path: Path, signature: Iterable[Tensor], kind: str, values:
 
 
 def _subgraphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
-    """A graph and all graphs nested in its nodes' attributes."""
+    """The graph and all graphs in the attributes of its nodes."""
     inner = [a.g for node in graph.node for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
     return [graph, *(deeper for nested in inner for deeper in _subgraphs(nested))]
 

@@ -1,7 +1,7 @@
-"""``specexport verify`` against the original models: the step graph's logits, and the draft's tokens.
+"""``specexport verify`` against the original models: logits of the step graph, tokens of drafts.
 
-The graph reads a text like the engine, in chunks with a cache. The model has no cache: it reads each text from its
-start, so that a mistake in positions, masks or cache rows cannot hide in both.
+The graph reads a text like the engine, in chunks with a cache. The model reads each text from the start without a
+cache, so that mistakes in positions, masks or cache rows cannot hide in both.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from specexport.runtime.bundle import Bundle
 Feed = dict[str, Array]
 Numbers = dict[str, float]
 Outcome = tuple[bool, str, Numbers]
-"""Whether a check passed, one sentence, and the measurements."""
+"""Whether a check passed, a sentence, and the measurements."""
 
 _COMPARED_ROWS = 16
-"""Rows of a prefill chunk that are compared; all of them would be megabytes of logits."""
+"""Number of rows of a prefill chunk that are compared; all of them would be megabytes of logits."""
 _Setting = TypeVar("_Setting")
 
 
 class NotRunError(SpecExportError):
-    """A check cannot be run; says why."""
+    """A check cannot be run, for the reason in the message."""
 
 
 @dataclass(frozen=True)
 class StepCall:
-    """One call of the step graph.
+    """A call of the step graph.
 
     Attributes:
         committed: the text in the cache.
         tokens: the T tokens of the call.
-        tree: their tree.
+        tree: the tree of the tokens.
         rows: the R tokens whose logits are compared.
-        known: how many of the tokens are text and not draft tokens.
+        known: number of tokens that are text, not draft tokens.
     """
 
     committed: list[int]
@@ -68,7 +68,7 @@ class StepCall:
     def feed(self, model: Model) -> Feed:
         """The graph's inputs, without caches and embeddings."""
         past = len(self.committed)
-        # As in the engine: a chunk's padding may reach past the model's last position.
+        # As in the engine: the padding of a chunk may reach past the last position.
         positions = np.minimum(past + self.tree.depths, model.max_positions - 1)
         return {
             tensors.INPUT_IDS: np.array([self.tokens], np.int64),
@@ -80,9 +80,9 @@ class StepCall:
         }
 
     def expected(self, model: Any) -> Array:
-        """The model's logits, float32 ``[R,V]``; each path of a tree is run as a text."""
+        """The model's logits, float32 ``[R,V]``; the model reads each path of the tree as a text."""
         logits: dict[int, Array] = {}
-        # Longest paths first: their prefixes need not be run again.
+        # Longest paths first, so that their prefixes are not run again.
         for row in sorted(self.rows, key=lambda row: -int(self.tree.mask[row].sum())):
             if row not in logits:
                 path = np.flatnonzero(self.tree.mask[row]).tolist()
@@ -92,7 +92,7 @@ class StepCall:
 
 
 def prefill_calls(manifest: Manifest, text: Sequence[int]) -> Iterator[StepCall]:
-    """Reads a text in chunks as the engine does."""
+    """The calls that read a text in chunks, like the engine."""
     chunk = manifest.prefill_chunk
     for start in range(0, len(text), chunk):
         part = list(text[start : start + chunk])
@@ -101,14 +101,14 @@ def prefill_calls(manifest: Manifest, text: Sequence[int]) -> Iterator[StepCall]
 
 
 def step_calls(manifest: Manifest, text: Sequence[int], K: int) -> Iterator[StepCall]:
-    """A prefill, then a chain of the verify step's width, a tree over the rows the chain left, and one plain token.
+    """A prefill, then a chain as wide as a verify step, a tree over the rows that it left, and a plain token.
 
-    The tree starts after the chain's second token, as if the rest of the chain had been rejected, so the cache holds
-    rows that must not be visible.
+    The tree starts after the second token of the chain, as if the rest had been rejected, so that the cache holds rows
+    that must not be visible.
     """
     yield from prefill_calls(manifest, text)
     width = K + 1
-    # Tokens from the text itself, as models know it.
+    # Tokens of the text itself, which models predict well.
     following = [text[i % len(text)] for i in range(2 * width + 1)]
     committed = list(text)
     tree = TokenTree(tuple((node - 1) // 2 if node else -1 for node in range(width)))
@@ -126,16 +126,16 @@ def step_calls(manifest: Manifest, text: Sequence[int], K: int) -> Iterator[Step
 
 
 def open_step(bundle: Bundle, calls: Sequence[StepCall]) -> StepSession:
-    """The step graph, with a cache for these calls."""
+    """Opens the step graph with a cache for these calls."""
     model = bundle.manifest.target
     needed = max(len(call.committed) + len(call.tokens) for call in calls)
     rows = min(point.cache for point in model.graph.points if point.cache >= needed)
-    # Rows that were never written hold 1e6, so that reading them shows at once.
+    # Rows that were never written hold 1e6, so that reading them is noticed.
     return StepSession(bundle.file, bundle.manifest.lowering, model, rows, 1e6)
 
 
 def embed_half(feed: Feed, embeds: Array) -> Feed:
-    """A prefill feed with embeddings ``[P,H]`` of the text in place of every other token."""
+    """The feed of a prefill, with the text's embeddings ``[P,H]`` in place of every other token."""
     past, tokens = int(feed[tensors.PAST_LENGTH][0]), feed[tensors.INPUT_IDS].copy()
     rows, mask = np.zeros((*tokens.shape, embeds.shape[1]), np.float32), np.zeros(tokens.shape, np.bool_)
     at = np.arange(0, min(tokens.shape[1], len(embeds) - past), 2)
@@ -145,14 +145,14 @@ def embed_half(feed: Feed, embeds: Array) -> Feed:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a graph may be from its model, by how the weights are stored.
+    """The maximum differences of a graph from its model, which depend on the precision of the weights.
 
     Attributes:
         largest: largest difference of a logit, relative to the largest logit; infinite if not checked.
-        rms: root-mean-square difference of logits, relative to their spread. It also defines ties: an error of this
-            size is allowed, and may reverse smaller preferences.
-        agreement: least share of positions where graph and model prefer the same token; ties count as the same.
-        kl: mean KL divergence from the model over the text that ships, in nats a token.
+        rms: root-mean-square difference of logits, relative to their spread. It also defines ties: an allowed error may
+            reverse preferences smaller than this.
+        agreement: minimum share of positions where graph and model prefer the same token; ties count as the same.
+        kl: mean KL divergence from the model over the built-in text, in nats per token.
     """
 
     largest: float
@@ -161,13 +161,13 @@ class Limits:
     kl: float
 
 
-# Measured on a trained model of seven layers and on random ones of two, whose errors grow fastest. Two unrelated models
-# have rms 1.0 to 1.4.
-# fp32: rms 1e-6. fp16: rms 2e-3, largest 4e-3, both of a model whose checkpoint holds fp32.
-# bf16: rms 4e-3, largest 3e-3, of the same. fp8: rms 0.07 trained, 0.08 random.
-# int8: rms 0.008 trained, 0.02 to 0.07 random, where single logits are off by up to 0.17.
-# int4: rms 0.09 trained, 0.2 to 0.6 random; the trained model's own token at 86 % of positions.
-# KL: docs/precision.md has what trained models show, and why 0.4 is too much; random ones have 0.01 to 0.32.
+# Measured on a trained model of seven layers and on random models of two, whose errors grow fastest. The rms of two
+# unrelated models is 1.0 to 1.4.
+# fp32: rms 1e-6. fp16: rms 2e-3, largest 4e-3, both for a checkpoint in fp32.
+# bf16: rms 4e-3, largest 3e-3, for the same checkpoint. fp8: rms 0.07 trained, 0.08 random.
+# int8: rms 0.008 trained, 0.02 to 0.07 random, with single logits off by up to 0.17.
+# int4: rms 0.09 trained, 0.2 to 0.6 random; the trained model's token at 86 % of positions.
+# KL: 0.01 to 0.32 random; docs/precision.md has figures of trained models, and the reason why 0.4 is too much.
 LIMITS: dict[str, Limits] = {
     "fp32": Limits(largest=1e-3, rms=1e-3, agreement=1.0, kl=1e-4),
     "fp16": Limits(largest=2e-2, rms=2e-2, agreement=1.0, kl=1e-3),
@@ -175,18 +175,18 @@ LIMITS: dict[str, Limits] = {
     "fp8": Limits(largest=np.inf, rms=0.3, agreement=0.8, kl=0.1),
     "int8": Limits(largest=np.inf, rms=0.15, agreement=0.9, kl=0.05),
     "int4": Limits(largest=np.inf, rms=0.7, agreement=0.5, kl=0.4),
-    "stored": Limits(largest=np.inf, rms=0.15, agreement=0.9, kl=0.05),  # as int8, for matrices that are rounded again
+    "stored": Limits(largest=np.inf, rms=0.15, agreement=0.9, kl=0.05),  # like int8, as matrices may be rounded again
 }
 
 
 @dataclass
 class TokenAgreement:
-    """Positions at which a graph's preferred tokens are compared with a model's.
+    """Counts of positions at which the preferred tokens of a graph and of its model were compared.
 
     Attributes:
-        same: positions with the same preferred token.
-        ties: positions with different ones, where the model hardly prefers its own.
-        limits: the limits of ties, and of the share.
+        same: number of positions with the same preferred token.
+        ties: number of positions with different preferred tokens that nearly tie for the model.
+        limits: the limits of ties and of the share.
     """
 
     limits: Limits
@@ -196,7 +196,7 @@ class TokenAgreement:
 
     @property
     def share(self) -> float:
-        """The share of positions that are the same or tied."""
+        """The share of positions with the same token or a tie."""
         return (self.same + self.ties) / self.positions if self.positions else 0.0
 
     @property
@@ -212,7 +212,7 @@ class TokenAgreement:
         return f"{self.same} of {self.positions} positions{ties} (limit {self.limits.agreement:.0%})"
 
     def count(self, reference: Array, chosen: Array) -> None:
-        """Adds positions: the model's logits ``[N,V]`` and the graph's tokens ``[N]``."""
+        """Counts N positions, given the model's logits ``[N,V]`` and the graph's tokens ``[N]``."""
         gap = reference.max(axis=-1) - np.take_along_axis(reference, chosen[:, None], axis=-1)[:, 0]
         self.positions += len(gap)
         self.same += int((gap == 0).sum())
@@ -221,13 +221,13 @@ class TokenAgreement:
 
 
 def rounds(manifest: Manifest, texts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
-    """Texts, each with a number of draft tokens: every text and every width of a step at least once."""
+    """Pairs of texts and numbers of draft tokens, with each text and each width of a step at least once."""
     sizes = sorted({width - 1 for method in manifest.methods for width in method.widths()}) or [0]
     return pair(texts, sizes)
 
 
 def pair(texts: Sequence[list[int]], settings: Sequence[_Setting]) -> list[tuple[list[int], _Setting]]:
-    """Pairs with each text and each setting at least once."""
+    """Pairs of texts and settings, with each text and each setting at least once."""
     return [(texts[i % len(texts)], settings[i % len(settings)]) for i in range(max(len(texts), len(settings)))]
 
 
@@ -237,9 +237,7 @@ def limits_of(bundle: Bundle) -> Limits:
 
 
 def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]]) -> Outcome:
-    """Compares the step graph with the original target.
-
-    Only one of the two is in memory at a time.
+    """Compares the step graph with the original target, with only one of them in memory at a time.
 
     Raises:
         BundleError: the checkpoint is another model.
@@ -277,7 +275,7 @@ def compare_logits(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]])
 
 
 def compare_quality(bundle: Bundle, checkpoint: Path) -> Outcome:
-    """Compares the step graph with the original target over the shipped text, as the build does.
+    """Compares the step graph with the original target over the built-in text, like the build.
 
     Raises:
         BundleError: the checkpoint is another model.
@@ -303,7 +301,7 @@ def compare_quality(bundle: Bundle, checkpoint: Path) -> Outcome:
 
 
 def compare_embeds(bundle: Bundle, checkpoint: Path, texts: Sequence[list[int]]) -> Outcome:
-    """Compares the step graph, given the model's own embeddings instead of every other token, with the model.
+    """Compares the step graph with the model, given the model's embeddings in place of every other token.
 
     Raises:
         BundleError: the checkpoint is another model.

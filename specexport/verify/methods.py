@@ -1,4 +1,4 @@
-"""``specexport verify`` of methods: their graphs against their checkpoints, and speculative against plain decoding."""
+"""``specexport verify`` of methods: graphs against checkpoints, and speculative against plain decoding."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from specexport.tree_search import record_proposals
 from specexport.verify.logits import LIMITS, NotRunError, Numbers, Outcome, TokenAgreement, pair
 
 _RECORDED_STEPS = 6
-"""Tokens decoded after each prompt to record proposals; the model reads the text again for each."""
+"""Number of tokens decoded after each prompt to record proposals; the model reads the text again for each."""
 _SEEDED_PROMPTS = 2
 _SAMPLED = SamplingParams(temperature=0.8, seed=20240229, ignore_eos=True)
 
 _MAX_DIFFERENCES = 3
-"""Differences of a prompt after which its comparison ends."""
+"""Number of differences after which the comparison of a prompt ends."""
 _ERROR_PERIOD = 9
-"""Every such token of the tested hypotheses is wrong."""
+"""Distance between the wrong tokens of tested hypotheses."""
 
 
 class MethodRun:
-    """See :class:`specexport.exporter.method.Verification`.
+    """Implements :class:`specexport.exporter.method.Verification`.
 
-    ``sources`` are locations of checkpoints by ``target`` and ``METHOD.key``; others are in the manifest.
+    ``sources`` are the locations of checkpoints, by ``target`` or ``METHOD.key``; the manifest has the others.
     """
 
     def __init__(self, bundle: Bundle, texts: list[list[int]], sources: Mapping[str, str]) -> None:
@@ -49,10 +49,10 @@ class MethodRun:
         self._sources = sources
 
     def source(self, method: Method | None, key: str = "model") -> Path:
-        """The folder of a checkpoint a method names, or of the target.
+        """The folder of the target, or of a checkpoint that a method names.
 
         Raises:
-            NotRunError: it does not exist.
+            NotRunError: the checkpoint does not exist.
         """
         name = f"{method.name}.{key}" if method is not None else "target"
         original = self.bundle.manifest.target.source if method is None else str(getattr(method, key))
@@ -71,10 +71,10 @@ class MethodRun:
             raise NotRunError(f"the {name} it was built from was not found ({error}); pass {flag}") from error
 
     def drafted(self, method: Method, texts: list[list[int]]) -> list[tuple[list[int], list[int]]]:
-        """Texts, each with the greedy chain that the runtime's proposer proposes after it.
+        """Texts with the greedy chains that the runtime proposes after them.
 
-        Each text is continued three times, as if all, one and none of its draft tokens had been accepted, so that a
-        draft's cache lacks rows, has stale ones, or both.
+        Each text is continued three times, as if all, one or none of the draft tokens had been accepted, so that the
+        draft's cache lacks rows, has stale rows, or both.
         """
         manifest = self.bundle.manifest
         backend = open_backend(self.bundle, BackendOptions("onnxruntime"))
@@ -101,7 +101,7 @@ class MethodRun:
         return results
 
     def recorded(self, method: Method) -> list[tuple[list[int], npt.NDArray[Any]]]:
-        """Texts while they are decoded, each with the best candidate at every depth, int64 ``[depths]``."""
+        """Texts during decoding, each with the best candidate at every depth, int64 ``[depths]``."""
         params = SamplingParams(temperature=0.0, max_tokens=_RECORDED_STEPS, ignore_eos=True)
         results = []
         with (
@@ -115,13 +115,13 @@ class MethodRun:
         return results
 
     def agreement(self, *stored: str) -> TokenAgreement:
-        """An empty agreement with the limits of the coarsest of several precisions."""
+        """An empty agreement with the limits of the coarsest of the ``stored`` precisions."""
         return TokenAgreement(max((LIMITS[kind] for kind in stored), key=lambda limits: limits.rms))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where plain and speculative decoding differ: the text so far and the next token of each, None for an end."""
+    """A difference of plain and speculative decoding: the text so far, and the next token of each, None at an end."""
 
     text: list[int]
     plain: int | None
@@ -131,7 +131,7 @@ class Difference:
 def compare_decoding(bundle: Bundle, texts: Sequence[list[int]], max_tokens: int, progress: Progress) -> Outcome:
     """Decodes texts both ways, with every tree of every method, and samples some with a seed.
 
-    Of a bundle that was built without a method, the methods are those that every bundle has.
+    A bundle that was built without a method is compared with the methods that every bundle has.
     """
     tokens = 0
     differences: list[Difference] = []
@@ -167,16 +167,17 @@ def compare_decoding(bundle: Bundle, texts: Sequence[list[int]], max_tokens: int
 def _compare_text(
     engine: Engine, prompt: list[int], method: str, size: int, max_tokens: int
 ) -> tuple[int, list[Difference], float]:
-    """Decodes a prompt greedily both ways; after a difference, continues from the plain text to compare the rest.
+    """Decodes a prompt greedily both ways; after a difference, continues from the plain text.
 
-    Returns the number of compared tokens, the differences, and the acceptance length of the first run.
+    Returns:
+        The number of compared tokens, the differences, and the acceptance length of the first run.
     """
     text, remaining, length = list(prompt), max_tokens, 0.0
     differences: list[Difference] = []
     while remaining > 0 and len(text) < engine.manifest.max_seq_len and len(differences) < _MAX_DIFFERENCES:
         params = SamplingParams(temperature=0.0, max_tokens=remaining, ignore_eos=True)
         plain = engine.generate(text, params, PLAIN).token_ids
-        # A hypothesis with some wrong tokens; other methods need none.
+        # A hypothesis with some wrong tokens, for methods that take it.
         takes = engine.methods[method].takes_hypothesis
         expected = tuple(token if at % _ERROR_PERIOD else 0 for at, token in enumerate(plain, 1)) if takes else None
         speculative = Speculative(method=method, num_speculative_tokens=size, hypothesis=expected)

@@ -1,6 +1,6 @@
-"""Presents a GGUF file as a checkpoint folder, with the file's settings in transformers' own files.
+"""Makes a checkpoint folder of a GGUF file, with the file's settings in transformers' own files.
 
-transformers maps GGUF metadata to a configuration and a tokenizer, which determines the supported families.
+transformers maps GGUF metadata to a configuration and a tokenizer; its mapping determines the supported families.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SAMPLING = {
 }  # fmt: skip
 _LIKE_GPT2 = ("", "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4", "trillion")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-"""Kinds of ``tokenizer.ggml.pre`` that split text like GPT-2's tokenizer, and those that also split digits."""
+"""Values of ``tokenizer.ggml.pre`` that split text like GPT-2's tokenizer; the second group also separates digits."""
 _UNMAPPED = {
     "phi3": {"attention.sliding_window": "sliding_window"},
     "starcoder2": {"rope.freq_base": "rope_theta"},
@@ -47,18 +47,19 @@ _UNMAPPED = {
     "gemma2": {
         "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"
     },
+    "gemma3": {"rope.freq_base_swa": "rope_local_base_freq"},
 }  # fmt: skip
-"""Settings by family that transformers' mapping leaves at its defaults, with their names in a configuration."""
+"""Settings that transformers' mapping ignores, by family, with their names in a configuration."""
 _PARTLY_ROTARY = ("nemotron", "phi3", "stablelm")
 """Families whose rotary embeddings may cover a part of each head."""
 _LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
-"""Layers of the 27B models, whose attention has a scale of its own that no file states."""
+"""Number of layers of the 27B models, whose attention has a scale that files do not state."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Settings that all of Meta's models with scaled rotary frequencies share; a file holds only the factors."""
+"""Rotary settings of all of Meta's Llama 3 models; a file holds only the resulting factors."""
 
 
 def header_of(folder: Path) -> Header | None:
-    """The header of the file or files that a folder represents; None for another kind of folder."""
+    """The header of the GGUF file or files in a folder; None for a safetensors checkpoint."""
     files = sorted(folder.glob("*.gguf"))
     if not files or any(folder.glob("*.safetensors")):
         return None
@@ -73,7 +74,7 @@ def _header(files: tuple[tuple[Path, int, int], ...]) -> Header:
 
 
 def describe(folder: Path) -> None:
-    """Writes configuration and tokenizer beside the file that a folder represents, unless they exist.
+    """Writes the configuration and the tokenizer beside a folder's GGUF file, unless they exist.
 
     Raises:
         BuildError: the file is damaged, or transformers does not read its family; names the file.
@@ -140,7 +141,7 @@ def _add_attention(header: Header, config: dict[str, Any]) -> None:
 
 
 def _require_sizes(header: Header, config: dict[str, Any]) -> None:
-    """Refuses more layers than the file has, which transformers would allocate, and attention without heads."""
+    """Refuses attention without heads, and more layers than the file has, which transformers would allocate."""
     numbered = [int(match[1]) for name in header.tensors if (match := _LAYER.match(name))]
     layers, stored = config.get("num_hidden_layers"), 1 + max(numbered, default=-1)
     if not isinstance(layers, int) or not 1 <= layers <= stored:
@@ -153,7 +154,7 @@ def _require_sizes(header: Header, config: dict[str, Any]) -> None:
 
 
 def _set_split(header: Header, tokenizer: Tokenizer) -> None:
-    """Splits texts before merges as the file states; transformers splits unknown kinds like GPT-2."""
+    """Sets the tokenizer to split texts as the file states; transformers splits all unknown kinds like GPT-2."""
     kind = header.get("tokenizer.ggml.pre", str, "default")
     if not isinstance(tokenizer.pre_tokenizer, ByteLevel) or kind in _LIKE_GPT2:
         return

@@ -1,6 +1,6 @@
 """Reads the header of a GGUF file: metadata and tensor locations, checked before any memory is allocated.
 
-The ``gguf`` library's reader trusts a file's counts, lengths and offsets; this one refuses damaged files by name.
+The ``gguf`` library's reader trusts a file's counts, lengths and offsets; this reader refuses damaged files by name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Field:
     """A value of the metadata.
 
     Attributes:
-        kinds: its type; for an array, also the type of its elements.
+        kinds: the value's type, and the type of the elements of an array.
         value: a number, a boolean, a string, or a list of these.
     """
 
@@ -50,8 +50,8 @@ class TensorPlace:
     """A tensor of a file.
 
     Attributes:
-        shape: in NumPy's order, rows first.
-        data: its memory-mapped bytes, uint8 ``[..., bytes of a row]``.
+        shape: the shape in NumPy's order, rows first.
+        data: memory-mapped bytes, uint8 ``[..., bytes of a row]``.
     """
 
     name: str

@@ -27,7 +27,7 @@ from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTenso
 _Bytes = npt.NDArray[np.uint8]
 _FLOATS = {GGMLQuantizationType.F32: "F32", GGMLQuantizationType.F16: "F16", GGMLQuantizationType.BF16: "BF16"}
 _IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that llama.cpp derives from the configuration and stores; they are not needed."""
+"""Tensors that llama.cpp computes from the configuration; not needed here."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ class BlockType:
     """A type whose integers and scales a bundle stores unchanged.
 
     Attributes:
-        kind: the smallest type of ours that holds its integers.
+        kind: our smallest type that holds its integers.
         group: number of neighbours in a row that share a scale.
-        parts: extracts the scales, and the offsets if any, of blocks ``[N,blocks,bytes]``.
+        scales: the representation of scales and offsets.
+        parts: extracts the scales, and the offsets if any, from blocks ``[N,blocks,bytes]``.
     """
 
     kind: Kind
@@ -63,13 +64,14 @@ def _flat(fine: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
     return fine.reshape(len(fine), -1).astype(np.int8)
 
 
-def _halves(scale: int, offset: int | None = None) -> Callable[[_Bytes], _Parts]:
-    """For types with an fp16 scale per block, and optionally an fp16 offset."""
+def _scale(blocks: _Bytes) -> _Parts:
+    """Blocks that begin with an fp16 scale."""
+    return Factors(_half(blocks, 0)), None
 
-    def parts(blocks: _Bytes) -> _Parts:
-        return Factors(_half(blocks, scale)), None if offset is None else Factors(_half(blocks, offset))
 
-    return parts
+def _scale_and_offset(blocks: _Bytes) -> _Parts:
+    """Blocks that begin with an fp16 scale and an fp16 offset."""
+    return Factors(_half(blocks, 0)), Factors(_half(blocks, 2))
 
 
 def _six_bits(blocks: _Bytes) -> _Parts:
@@ -105,17 +107,17 @@ def _iq4_xs(blocks: _Bytes) -> _Parts:
 
 _Type = GGMLQuantizationType
 KEPT: dict[GGMLQuantizationType, BlockType] = {
-    _Type.Q4_0: BlockType("int4", 32, "half", _halves(0)),
-    _Type.Q4_1: BlockType("int4", 32, "half, offset", _halves(0, 2)),
-    _Type.Q5_0: BlockType("int8", 32, "half", _halves(0)),
-    _Type.Q5_1: BlockType("int8", 32, "half, offset", _halves(0, 2)),
-    _Type.Q8_0: BlockType("int8", 32, "half", _halves(0)),
+    _Type.Q4_0: BlockType("int4", 32, "half", _scale),
+    _Type.Q4_1: BlockType("int4", 32, "half, offset", _scale_and_offset),
+    _Type.Q5_0: BlockType("int8", 32, "half", _scale),
+    _Type.Q5_1: BlockType("int8", 32, "half, offset", _scale_and_offset),
+    _Type.Q8_0: BlockType("int8", 32, "half", _scale),
     _Type.Q2_K: BlockType("int4", 16, "two levels, offset", _q2_k),
     _Type.Q3_K: BlockType("int4", 16, "two levels", _q3_k),
     _Type.Q4_K: BlockType("int4", 32, "two levels, offset", _six_bits),
     _Type.Q5_K: BlockType("int8", 32, "two levels, offset", _six_bits),
     _Type.Q6_K: BlockType("int8", 16, "two levels", _q6_k),
-    _Type.IQ4_NL: BlockType("int8", 32, "half", _halves(0)),  # its sixteen values are integers from -127 to 113
+    _Type.IQ4_NL: BlockType("int8", 32, "half", _scale),  # its sixteen values are integers from -127 to 113
     _Type.IQ4_XS: BlockType("int8", 32, "two levels", _iq4_xs),
 }
 """The types whose integers and scales are stored unchanged."""
@@ -156,8 +158,8 @@ def tensors_of(header: Header, meta: Any) -> Iterator[StoredTensor]:
             sources.setdefault(names[place.name], []).append(place)
         elif place.name not in _IGNORED:
             raise BuildError(
-                f"{header.path}: tensor {place.name!r} has no place in transformers' {meta.config.model_type}; "
-                "expected the tensors of a language model of that family alone"
+                f"{header.path}: tensor {place.name!r} is not part of transformers' {meta.config.model_type}; "
+                "expected only the tensors of a language model of that family"
             )
     for name, places in sources.items():
         shape = shapes[name]
@@ -181,7 +183,7 @@ def tensors_of(header: Header, meta: Any) -> Iterator[StoredTensor]:
 
 @contextlib.contextmanager
 def _one_name_map() -> Iterator[None]:
-    """Caches gguf's map of names, which transformers requests anew for each module: 16 ms each with 62 layers."""
+    """Caches gguf's map of names, which transformers requests for each module: 16 ms each time with 62 layers."""
     original = gguf.get_tensor_name_map
     gguf.get_tensor_name_map = functools.cache(original)
     try:
