@@ -1,4 +1,4 @@
-"""Keeps a draft's cache in step with the texts of its slots, and the base of proposers with such a draft."""
+"""Keeps a draft's cache up to date with the texts of its slots, for proposers with such a draft."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from specexport.runtime.backend import Graph
 from specexport.runtime.proposal import Proposer
 
 ReadChunk = Callable[[int, list[int], int], None]
-"""Runs a draft over a chunk of tokens, from the slot, the tokens, and the number of rows before them."""
+"""Runs a draft over a chunk of a slot's text, given the slot, the tokens, and the number of rows before them."""
 
 
 class Reader:
     """Reads texts into the slots of a draft's cache.
 
-    Valid rows are determined by comparing tokens, so rejections need no notice, and the next request in a slot reuses
-    the rows of a shared prefix.
+    A comparison of tokens tells which rows are valid. So rejections need no notice, and the next request in a slot
+    reuses the rows of a shared prefix.
     """
 
     def __init__(self, graph: Graph, chunk: int, run: ReadChunk) -> None:
@@ -25,15 +25,15 @@ class Reader:
         self._texts: dict[int, list[int]] = {}
 
     def known(self, slot: int, tokens: Sequence[int]) -> int:
-        """Number of a text's first tokens whose rows are in a slot."""
+        """Number of a text's first tokens whose rows a slot holds."""
         return self._graph.reusable(slot, common_prefix(self._texts.get(slot, ()), tokens))
 
     def note(self, slot: int, tokens: list[int]) -> None:
-        """Records that a slot's rows are those of these tokens."""
+        """Records the tokens to which a slot's rows belong."""
         self._texts[slot] = tokens
 
     def read(self, slot: int, tokens: Sequence[int]) -> bool:
-        """Reads at most a chunk of a text's unread tokens; returns whether tokens are unread."""
+        """Reads at most a chunk of a text's unread tokens; returns whether tokens remain unread."""
         known = self.known(slot, tokens)
         part = list(tokens[known : known + self._chunk])
         if part:
@@ -42,12 +42,12 @@ class Reader:
         return known + len(part) < len(tokens)
 
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> set[int]:
-        """Reads a chunk of one text with unread tokens; returns the slots that still have some."""
+        """Reads a chunk of one of the texts with unread tokens; returns the slots that still have unread tokens."""
         unread = [slot for slot, text in texts.items() if self.known(slot, text) < len(text)]
         return {slot for at, slot in enumerate(unread) if at or self.read(slot, texts[slot])}
 
     def copy(self, source: int, to: int, tokens: int | None = None) -> None:
-        """Copies the rows of a slot's first ``tokens`` tokens, or of all, to another slot."""
+        """Copies the rows of a slot's first ``tokens`` tokens, or of all tokens, to another slot."""
         text = self._texts.get(source, [])[:tokens]
         rows = min(len(text), self._graph.filled(source))
         self._graph.copy(source, to, rows)
@@ -74,9 +74,9 @@ class ReadingProposer(Proposer):
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of leading tokens that two texts share, usually all of the shorter one's."""
+    """Number of leading tokens that two texts share."""
     length = min(len(a), len(b))
-    if a[:length] == b[:length]:
+    if a[:length] == b[:length]:  # the usual case
         return length
     low, high = 0, length
     while low < high:

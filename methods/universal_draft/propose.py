@@ -11,7 +11,7 @@ from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model import propose as draft_model
 from specexport.methods.universal_draft.spec import UniversalDraft
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposal import Chains, Opening, Proposal, Proposer, SlotProposer, SlotView
+from specexport.runtime.proposal import Opening, Proposal, Proposer, SlotProposer, SlotView, longest_chain
 from specexport.runtime.text import TextStream
 
 _GREEDY = SamplingParams(temperature=0.0)
@@ -58,7 +58,7 @@ class UniversalDraftProposer(SlotProposer[_Text]):
         self.reads_along = drafter.reads_along
         self._target = target
         self._draft = draft
-        self._chains = Chains(trees)
+        self._trees = trees
         self._longest = longest
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
@@ -68,7 +68,7 @@ class UniversalDraftProposer(SlotProposer[_Text]):
         proposals = {}
         for slot, proposal in self._drafter.propose(translations).items():
             tokens = self._tokens(views_by_slot[slot].tokens, texts[slot], proposal.tokens.tolist())
-            if (translated := self._chains.proposal(views_by_slot[slot].tree, tokens)) is not None:
+            if (translated := longest_chain(self._trees, views_by_slot[slot].tree, tokens)) is not None:
                 proposals[slot] = translated
         return proposals
 

@@ -14,7 +14,7 @@ from specexport.contract.model import OPSETS, RankFiles
 from specexport.contract.signature import Interface, cache_inputs, cache_outputs, declared, in_words
 from specexport.contract.tensors import CARRIED, COLLECTIVES, Tensor
 from specexport.runtime.bundle import Bundle, without_links
-from specexport.runtime.timing import Progress
+from specexport.runtime.speculation.timing import Progress
 
 _TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float32", TensorProto.BOOL: "bool"}
 

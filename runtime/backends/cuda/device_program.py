@@ -175,7 +175,7 @@ class DeviceProgram:
         if len(tree) > 1:
             drafted = part.proposal.tokens.tolist() if part.proposal is not None else ()
             verified = Verified(tree, drafted, path)
-        return Outcome(new, len(tree) - 1, tree.depth, accepted, verified=verified)
+        return Outcome(new, verified=verified)
 
 
 @lru_cache(maxsize=256)
