@@ -1,4 +1,4 @@
-"""A hypothesis as the draft: the expected output, proposed while it matches."""
+"""A hypothesis as the draft: proposes the expected output as long as it matches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specexport.runtime.proposal import Opening, Proposer, SlotView, TextPropose
 
 
 class Hypothesis(TextMethod, frozen=True, kw_only=True, tag="hypothesis"):
-    """The expected output, proposed while it matches."""
+    """Proposes the expected output as long as it matches."""
 
     suits: ClassVar[str] = "free; for requests whose answer is mostly known up front"
     flag: ClassVar[Flag | None] = Flag(
@@ -24,25 +24,25 @@ class Hypothesis(TextMethod, frozen=True, kw_only=True, tag="hypothesis"):
 
 
 LONGEST_MATCH = 4
-"""Maximum number of tokens compared to find the position again; longer matches tell no more."""
+"""Most tokens to compare when the position is searched for; longer matches say no more."""
 TRUST = 4
-"""Draft tokens proposed per matched token after the position was found again."""
+"""Draft tokens per matched token after a search for the position."""
 NEAR = 16
-"""How far ahead of the lost position a match of one token is trusted."""
+"""Greatest distance from the lost position at which a match of one token is trusted."""
 GUESS = 2
-"""Draft tokens proposed after a token that seems to replace one of the hypothesis."""
+"""Draft tokens after a token that seems to replace a token of the hypothesis."""
 
 
 class Follower:
     """Tracks the position of an output in its hypothesis, and how certain it is.
 
-    While the output equals the hypothesis, the position advances. When they differ, the position is searched for by the
-    output's last tokens: the longest match first, and among several matches the nearest one after the last long
+    While the output equals the hypothesis, the position advances. When they differ, the output's last tokens are
+    searched for in the hypothesis: the longest match counts, and of several matches the nearest one after the last long
     agreement, or else the last one before it. A single token is common, so its match must be near. A differing token
     that matches nowhere is assumed to replace one token of the hypothesis.
 
-    Reading the hypothesis takes an entry per token and match length, and following it a look-up for each, whatever the
-    lengths of the texts.
+    The hypothesis takes an entry for each token and match length, and each output token a look-up for each match
+    length, whatever the lengths of the texts.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -75,7 +75,7 @@ class Follower:
         """The length of a match and the position after it in the hypothesis; None if nothing matches."""
         for n in range(len(self._recent), 0, -1):
             places = self._after.get(tuple(self._recent[-n:]), ())
-            # Not the position at which it was lost, as the token there was just rejected.
+            # Not the position where it was lost, as the token there was just rejected.
             ahead = bisect_right(places, self._agreed)
             if ahead < len(places) and (n > 1 or places[ahead] <= self._agreed + NEAR):
                 return n, places[ahead]
@@ -84,7 +84,7 @@ class Follower:
         return None
 
     def following(self) -> list[int]:
-        """As many of the hypothesis's next tokens as are worth verifying."""
+        """The next tokens of the hypothesis, as many as are worth verifying."""
         if self._mismatches > 1:
             return []
         at = self._at + self._mismatches
@@ -93,14 +93,14 @@ class Follower:
 
 @dataclass
 class _Followed:
-    """A slot's hypothesis, and how many of the slot's tokens were compared with it."""
+    """A slot's position in its hypothesis, and the number of the slot's tokens compared with it so far."""
 
     follower: Follower
     read: int
 
 
 class HypothesisProposer(TextProposer[_Followed]):
-    """Proposes the next tokens of the request's hypothesis, as far as the last match is trusted."""
+    """Proposes the next tokens of the request's hypothesis, as many as the last match is trusted for."""
 
     def ahead(self, view: SlotView) -> Sequence[int]:
         """The next tokens; none for a request without a hypothesis."""

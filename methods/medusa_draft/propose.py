@@ -1,4 +1,4 @@
-"""A draft model with Medusa heads: a whole tree in one pass of the draft."""
+"""Proposes with a draft model with Medusa heads, which fill a whole tree in one pass."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from specexport.runtime.reader import Reader, ReadingProposer
 
 
 class MedusaDraftProposer(ReadingProposer):
-    """Fills a tree with the candidates of a draft's own head (depth 1) and its Medusa heads (the depths after it).
+    """Fills a tree with the candidates of a draft's own head (depth 1) and of its Medusa heads (further depths).
 
-    The draft reads only committed tokens, so its cache is always valid. A step commits at most one token more than its
-    tree's depth: the draft reads that many tokens each time, some of them repeatedly.
+    The draft reads only committed tokens, so its cache is always valid. A step commits at most one token more than the
+    tree's depth. The draft always reads that many tokens, some of them again.
     """
 
     def __init__(self, graph: Graph, manifest: Manifest, method: MedusaDraft) -> None:
@@ -31,7 +31,7 @@ class MedusaDraftProposer(ReadingProposer):
         super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`; if the draft lags far behind, as after plain steps, one slot reads a chunk."""
+        """See :class:`Proposer`; if drafts lag far behind, as after plain steps, it reads a chunk in one slot."""
         texts = {view.slot: view.tokens[: -self._width] for view in views}
         waiting = self._reader.catch_up(texts)
         candidates: dict[int, Ints] = {}
@@ -51,15 +51,15 @@ class MedusaDraftProposer(ReadingProposer):
         }
 
     def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
-        """See :class:`Proposer`; reads all tokens except those that each step reads."""
+        """See :class:`Proposer`; leaves the last tokens, which the next step reads."""
         return self._reader.read(view.slot, view.tokens[: -max(self._width, max_deferred)])
 
     def _read(self, slot: int, tokens: list[int], past: int) -> None:
         self._run({slot: tokens}, {slot: past}, self._chunk)
 
     def _run(self, texts: Mapping[int, list[int]], pasts: Mapping[int, int], width: int) -> dict[int, Ints]:
-        """Runs the draft over at most ``width`` tokens a slot and returns its candidates by slot."""
-        # Chunks are read one slot at a time.
+        """Runs the draft over at most ``width`` tokens of each slot; returns its candidates by slot."""
+        # Chunks are read in one slot at a time.
         slots = window(texts, self._graph.sizes if width == self._width else (1, self._graph.sizes[-1]))
         shape = RunShape(width, 1, slots=slots)
         inputs = self._graph.prepare(shape, max(pasts.values()) + width)

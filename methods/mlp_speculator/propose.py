@@ -1,4 +1,4 @@
-"""MLP speculators: stages over the target's last hidden state draft a whole tree in one call."""
+"""Proposes with an MLP speculator, whose stages draft a whole tree in one call."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from specexport.runtime.sampling import Floats
 class MlpSpeculatorProposer(SlotProposer[Floats]):
     """Fills a tree from the target's hidden state at the last token in its cache, and from the next token, the root.
 
-    Every node with children is a row of a stage, computed from its parent's state and its own token. The first child of
-    a node is drawn from q; in greedy decoding, it is the most probable token.
+    A stage computes a row for every node with children, from its parent's state and its token. The first child of a
+    node is drawn from q; in greedy decoding it is the most probable token.
     """
 
     observes = frozenset({tensors.HIDDEN})
@@ -37,7 +37,7 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
         return self
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`; slots that are not ready are left out."""
+        """See :class:`Proposer`; leaves out slots that are not ready."""
         ready = [view for view in views if self.is_ready(view)]
         if not ready:
             return {}
@@ -49,7 +49,7 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
         return {view.slot: _proposal(view, outputs, view.slot - slots.start) for view in ready}
 
     def is_ready(self, view: SlotView) -> bool:
-        """Whether the target has run in a slot, and its root is a token; see :class:`DeviceDraft`."""
+        """See :class:`DeviceDraft`; whether the target has run in the slot, and the root is a token."""
         return view.slot in self._slots and not is_embedding(view.tokens[-1])
 
     def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
@@ -70,11 +70,11 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
             inputs[name][at, :depth, :width] = indices
         write_sampling(inputs, at, view.params)
         if not view.params.greedy:
-            # As much noise as its tree needs, so that results of a seed do not depend on the rest of the batch.
+            # Only as much noise as the tree needs, so that results of a seed do not depend on the rest of the batch.
             inputs[tensors.UNIFORM][at, :depth, :width] = view.random.random((depth, width), np.float32)
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
-        """See :class:`DeviceDraft`: one row of the first stage, then T of each other."""
+        """See :class:`DeviceDraft`; the first stage has one row, each other stage T."""
         place = {node: at for level in tree.levels for at, node in enumerate(level)}
         below = [(tree.depths[parent], place[parent]) for parent in tree.parents[1:]]
         return np.array([1 + (stage - 1) * tokens + at if stage else 0 for stage, at in below], np.int64)
@@ -88,13 +88,13 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
 
 @dataclass(frozen=True)
 class _Levels:
-    """A tree in the form of the stages' inputs.
+    """A tree in the form of the stages' inputs: D levels of at most W inner nodes.
 
     Attributes:
         parents: int64 ``[D,W]``, each inner node's parent, as an index into the inner nodes of the level above.
         ranks: int64 ``[D,W]``, its rank among its siblings.
-        counts: number of inner nodes of each of the D levels.
-        rows: int64 ``[K]``, for each node except the root, its parent's row among the inner nodes of all levels.
+        counts: number of inner nodes of each level.
+        rows: int64 ``[K]``, for each node but the root, its parent's index among the inner nodes of all levels.
     """
 
     parents: Ints
@@ -123,7 +123,7 @@ def _proposal(view: SlotView, outputs: Mapping[str, Array], at: int) -> Proposal
         parts = [outputs[name.of_stage(stage)][at, :count] for stage, count in enumerate(levels.counts)]
         return np.concatenate(parts)
 
-    # The first node of a level is the one on the path of best guesses.
+    # The first node of each level is on the path of rank 0.
     best = np.cumsum((0, *levels.counts[:-1]))
     ids: Ints = rows(tensors.DRAFT_IDS)
     if view.params.greedy:

@@ -1,4 +1,4 @@
-"""The GPU backends: a device, its stream and memory budget, shared by all graphs of a bundle."""
+"""The GPU backends: a device, its stream and its memory budget, which all graphs of a bundle share."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CudaBackend:
 
     @property
     def execution(self) -> Execution:
-        """How steps on the device reach it; without them, the slowest way of its graphs."""
+        """How whole steps reach the device; if the host drives steps, the slowest way of any graph."""
         return self._steps.execution if self._steps is not None else worst(graph.execution for graph in self.graphs)
 
     @property
@@ -114,7 +114,7 @@ class CudaBackend:
         return graph
 
     def _lead(self, model: Model, slots: int, buffers: Buffers) -> DeviceGraph:
-        """Opens the first rank's part of a split target, and starts a process for each of the others."""
+        """Opens the first rank's part of a split target, and starts a process for each other rank."""
         gpus, ranks = int(self.cuda.call("cudaGetDeviceCount")), len(model.ranks)
         if gpus < ranks:
             raise BackendError(
@@ -149,7 +149,7 @@ class CudaBackend:
         return graph
 
     def follow(self, job: Job, group: ProcessGroup) -> DeviceGraph:
-        """Opens a rank's part of the target; the process ends when another rank does, even while the device waits.
+        """Opens a rank's part of the target; the process exits when another rank ends, even while the device waits.
 
         Raises:
             BackendError: see :meth:`open`.
@@ -164,7 +164,7 @@ class CudaBackend:
         return "on a device a row's rounding depends on the number of rows"
 
     def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
-        """Steps on the device if the library runs the step program's graphs, else driven by the host."""
+        """Steps on the device if the library runs the step program's graphs; otherwise the host drives them."""
         return self._run(lambda: self._program(target, loaded_methods))
 
     def _program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
@@ -183,7 +183,7 @@ class CudaBackend:
         return DeviceProgram(host, target, self.stream, variants, self._steps)
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
-        """Wraps every launch in a function, for measurements."""
+        """Calls ``around`` with every launch instead, for measurements."""
         for graph in self.graphs:
             graph.watch(around)
         if self._steps is not None:

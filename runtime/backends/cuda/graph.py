@@ -35,15 +35,20 @@ from specexport.runtime.backends.cuda.repeat import (
 )
 
 _Piece = tuple[Enqueue, Callable[[Enqueue], None]]
-"""Work that can be captured, and a function that replaces it by the launch of the captured graph."""
+"""Work to capture, and a function that replaces it by the launch of the captured graph."""
 _Place = tuple[int, int]
-"""Rows of the cache, and the first slot of the window."""
+"""The cache's rows, and the window's first slot."""
 
 
 @dataclass
 class Width:
-    """The buffers of runs at one width, on host and device; ``enqueues`` run the graph alone, ``launches`` also copy
-    inputs and outputs.
+    """The buffers of runs at one width, on host and device, and the runs at each place.
+
+    Attributes:
+        inputs: by name.
+        outputs: by name.
+        enqueues: run the graph alone.
+        launches: also copy inputs and outputs.
     """
 
     inputs: StagingBuffers
@@ -53,20 +58,20 @@ class Width:
 
 
 class DeviceGraph(Graph):
-    """A graph in device memory that is allocated when it is opened; see :class:`~specexport.runtime.backend.Graph`.
+    """A graph on the device; see :class:`~specexport.runtime.backend.Graph`.
 
-    A run copies inputs to the device, runs the graph, copies outputs back, and waits. The first three are one CUDA
-    graph a shape point, captured when the model is opened. Nothing is allocated afterwards. An engine that drafts one
-    token a call is called for each (``repeat.py``); lowered portably its rows are copied into the cache
-    between the calls, so each call is captured separately.
+    All memory is allocated when the graph is opened. A run copies inputs to the device, runs the graph, copies outputs
+    back, and waits. The first three are one CUDA graph for each shape point, captured when the graph is opened. An
+    engine that drafts one token a call is called once for each token (``repeat.py``); lowered portably, its rows are
+    copied into the cache between the calls, so each call is captured separately.
 
-    With several slots every run takes all of them, which costs a GPU little compared with reading the weights; prompts
-    are read a slot at a time. An MLP speculator has no cache, so nothing is committed, reserved or moved.
+    Every run takes all slots, which costs a GPU little compared with reading the weights; but prompts are read a slot
+    at a time. An MLP speculator has no cache, so nothing is committed, reserved or moved.
 
     Attributes:
         execution: how runs reach the device.
-        fallback: why runs are not captured, if they are not; else empty.
-        cache: the model's.
+        fallback: why runs are not captured; empty if they are.
+        cache: the model's cache.
         in_place: whether the graph writes its rows into the cache.
 
     Raises:
@@ -85,7 +90,7 @@ class DeviceGraph(Graph):
     ) -> None:
         built = _runnable(executor.points, slots, role)
         self._repeated = repeated_points(model.graph.points, built)
-        # A width that no run has belongs to the follow-up calls.
+        # A narrower width than any run's is that of the follow-up calls.
         narrowest = min((point.tokens for point in model.graph.points if point.drafts), default=0)
         self._follow_up = min((point.tokens for point in built if point.drafts), default=0)
         built = {point for point in built if not point.drafts or point.tokens >= narrowest}
@@ -122,7 +127,7 @@ class DeviceGraph(Graph):
             for key, (inputs, outputs) in layouts.items()
         }
         pieces = [piece for point in sorted(self._points) for piece in self._prepare_pieces(point)]
-        for run, _ in pieces:  # again: other points added to the memory that onnxruntime divides among a run's nodes
+        for run, _ in pieces:  # again, as other points have changed the memory that onnxruntime divides among nodes
             device.warm_up(run)
         self.execution: Execution = "plain"
         self.fallback = ""
@@ -130,9 +135,9 @@ class DeviceGraph(Graph):
 
     @property
     def self_contained(self) -> bool:
-        """Whether an enqueued run needs nothing more from the host.
+        """Whether an enqueued run can end without the host.
 
-        A portably lowered draft does: the host says where its rows are copied to.
+        A portably lowered draft cannot: the host says where to copy its rows.
         """
         return self.in_place or not self.cache.nbytes
 
@@ -154,7 +159,7 @@ class DeviceGraph(Graph):
         self.cache.move(slot, past, nodes, self._new_rows)
 
     def set_filled(self, slot: int, rows: int) -> None:
-        """Records the number of a slot's rows, which the device itself committed."""
+        """Records the number of a slot's rows after the device has committed some."""
         self._filled[slot] = rows
 
     def inputs(self, shape: RunShape) -> dict[str, Array]:
@@ -167,7 +172,7 @@ class DeviceGraph(Graph):
         return width.outputs.host
 
     def begin(self, shape: RunShape) -> Width:
-        """Checks the inputs of a run that is about to be enqueued; returns its width.
+        """Checks the inputs of a run that is about to be enqueued; returns its buffers.
 
         Raises:
             BackendError: the cache has no room for its rows.
@@ -192,7 +197,7 @@ class DeviceGraph(Graph):
                 width.launches[place] = functools.partial(around, launch)
 
     def close(self) -> None:
-        """Frees everything, the library's part first, as that may still use the stream and our memory."""
+        """Frees everything; first the library's part, which may still use the stream and our memory."""
         self._device.stream.synchronize()
         for captured in self._captured:
             captured.close()
@@ -207,10 +212,10 @@ class DeviceGraph(Graph):
         self._memory.close()
 
     def width(self, shape: RunShape) -> Width:
-        """The arrays and launches of a run's width.
+        """The buffers and launches for a run.
 
         Raises:
-            BackendError: there is none.
+            BackendError: the graph has no such shape.
         """
         self._require(shape.point(self.cache.rows))
         return self._widths[shape.point(0)]
@@ -221,7 +226,7 @@ class DeviceGraph(Graph):
         return BufferLayout(inputs | pasts), BufferLayout(outputs)
 
     def _prepare_pieces(self, point: ShapePoint) -> list[_Piece]:
-        """Prepares a point and warms it up, so that libraries initialize before anything is captured."""
+        """Prepares a point's runs and warms them up, so that libraries initialize before they are captured."""
         width = self._widths[_uncached(point)]
         pieces: list[_Piece] = []
         for slots in (range(first, first + point.batch) for first in range(0, self._slots, point.batch)):
@@ -246,7 +251,7 @@ class DeviceGraph(Graph):
         width.outputs.download()
 
     def _repeat(self, point: ShapePoint, slots: range, width: Width) -> tuple[Enqueue, list[Enqueue]]:
-        """A run of several calls, and the calls."""
+        """A run of several calls of the engine, and these calls."""
 
         def prepare(tokens: int, arrays: dict[str, Tensor]) -> Enqueue:
             return self._prepare(call_of(point, tokens), slots, arrays)
@@ -278,7 +283,7 @@ class DeviceGraph(Graph):
         self.execution = "graph per engine"
 
     def _prepare(self, point: ShapePoint, slots: range, arrays: dict[str, Tensor]) -> Enqueue:
-        """Prepares a shape point with its caches and ``arrays``, all other inputs and outputs."""
+        """Prepares a run at a shape point; ``arrays`` are all inputs and outputs but the caches."""
         caches = self.cache.tensors(point.cache, slots)
         if self.in_place:
             returned = {name.replace("past_", "present_", 1): cache for name, cache in caches.items()}
@@ -289,7 +294,7 @@ class DeviceGraph(Graph):
 
 
 def _runnable(points: Collection[ShapePoint], slots: int, role: str) -> set[ShapePoint]:
-    """The shape points with all slots, and those with one slot for which there is none with all."""
+    """The shape points with all slots, and the points with one slot whose shape does not exist with all."""
     together = {point for point in points if point.batch == slots}
     if not together:
         raise BackendError(f"the {role} was not compiled for {slots} slots; compile it with that batch size")
@@ -299,5 +304,5 @@ def _runnable(points: Collection[ShapePoint], slots: int, role: str) -> set[Shap
 
 
 def _uncached(point: ShapePoint) -> ShapePoint:
-    """A shape point without its cache size: buffers are the same at all of them."""
+    """A shape point with cache 0, as buffers are the same for all cache sizes."""
     return msgspec.structs.replace(point, cache=0)

@@ -26,10 +26,10 @@ class DeviceStep:
     """A prepared step.
 
     Attributes:
-        inputs: the host's inputs, in addition to those of the target and the draft.
+        inputs: the host's inputs, in addition to the target's and the draft's.
         outputs: the results that the host reads.
         commits: whether the device makes the rows of the accepted path contiguous.
-        parts: the work to enqueue, one part a graph, by cache size.
+        parts: the work to enqueue, a part for each graph, by cache size.
         launches: the same work in as few calls as possible, by cache size.
     """
 
@@ -48,12 +48,12 @@ class Steps:
     """The steps that a bundle can take on the device, each of all slots.
 
     A step is enqueued as a whole: the host waits only for its results. Steps are captured when a bundle is loaded, as
-    one CUDA graph a step, or else one an engine. All their addresses stay valid until they are closed: caches, inputs
-    and outputs are allocated once and never move.
+    one CUDA graph for each step, or else for each engine. All addresses stay valid until the steps are closed: caches,
+    inputs and outputs are allocated once and never move.
 
     Attributes:
-        execution: how they reach the device.
-        fallback: why there is no better way, if there is none; else empty.
+        execution: how steps reach the device.
+        fallback: why there is no faster way; empty if steps are captured as a whole.
 
     Raises:
         BackendError: a graph is refused, or the buffers do not fit.
@@ -101,7 +101,7 @@ class Steps:
                 step.launches[cache] = [functools.partial(around, launch) for launch in launches]
 
     def close(self) -> None:
-        """Frees everything, the library's part first, as that may still use the stream and our memory."""
+        """Frees everything; first the library's part, which may still use the stream and our memory."""
         self._device.stream.synchronize()
         for captured in self._captured:
             captured.close()
@@ -118,7 +118,7 @@ class Steps:
     def _prepare_step(
         self, variant: StepVariant, inputs: BufferLayout, outputs: BufferLayout, filled: BufferLayout
     ) -> DeviceStep:
-        """Prepares and warms up a step's graphs, before it is captured."""
+        """Prepares a step's graphs and warms them up, before they are captured."""
         staged_inputs = StagingBuffers(self._device, inputs, self._memory["inputs"])
         step = DeviceStep(staged_inputs, StagingBuffers(self._device, outputs, self._memory["outputs"]))
         verify = self._target.width(variant.shape)
@@ -143,12 +143,12 @@ class Steps:
     def _propose(
         self, drafting: Drafting, verify: Width, step: DeviceStep, filled: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], list[list[Enqueue]]]:
-        """The accept graph's inputs from the draft, and the work that drafts and passes the tokens to the target."""
+        """The accept graph's inputs from the draft, and the work of drafting and of passing tokens to the target."""
         results = drafting.width.outputs.device
         run = drafting.width.enqueues[drafting.graph.cache.rows, 0]
-        if drafting.fill is None:  # a chain's nodes are the draft's tokens
+        if drafting.fill is None:  # the nodes of a chain are the draft's tokens
             sort: list[Enqueue] = []
-            if self._slots == 1:  # [K,1,...] lies as [1,K,...] does
+            if self._slots == 1:  # [K,1,...] and [1,K,...] are the same memory
                 filled = {name: Tensor(results[name].address, to.dtype, to.shape) for name, to in filled.items()}
             else:
                 sort = [functools.partial(self._by_slot, results[name], to) for name, to in filled.items()]
@@ -169,20 +169,20 @@ class Steps:
             self._device.stream.copy_rows(at, drafts * nbytes, first, nbytes, nbytes, slots)
 
     def _pass_on(self, verify: Width, drafted: Tensor) -> None:
-        """Copies the draft tokens of each slot after its root in the target's input."""
+        """Copies each slot's draft tokens into the target's input, after the root."""
         ids, nbytes = verify.inputs.device[tensors.INPUT_IDS], drafted.shape[1] * _ID
         to, pitch = ids.address + _ID, ids.shape[1] * _ID
         self._device.stream.copy_rows(to, pitch, drafted.address, nbytes, nbytes, self._slots)
 
     def _accept(self, variant: StepVariant, verify: Width, step: DeviceStep, drafted: Mapping[str, Tensor]) -> Enqueue:
         logits = verify.outputs.device[tensors.LOGITS]
-        # One slot's first N rows; if the target computes fewer, the rest belong to nodes that are never accepted.
+        # The first N rows of one slot; rows that the target does not compute belong to nodes that are never accepted.
         rows = Tensor(logits.address, logits.dtype, (self._slots, variant.nodes, logits.shape[-1]))
         arrays = {**step.inputs.device, **drafted, **step.outputs.device, tensors.LOGITS: rows}
         return self._prepare(variant.accept, ShapePoint(self._slots, variant.nodes, 0, variant.nodes), arrays)
 
     def _commit(self, variant: StepVariant, verify: Width, step: DeviceStep, cache: int) -> list[list[Enqueue]]:
-        """The work that makes accepted rows contiguous: none for chains, or if the host has them copied."""
+        """The work that makes accepted rows contiguous; none for chains, or if the host copies them."""
         if variant.shape.tokens == 1 or (variant.drafting is not None and variant.drafting.tree.is_chain):
             return []
         point = ShapePoint(self._slots, variant.nodes, cache)
@@ -204,7 +204,7 @@ class Steps:
             verify.outputs.download(name)
 
     def _capture(self, execution: Execution, divided: Callable[[list[Enqueue]], list[Enqueue]]) -> bool:
-        """Captures every step, or none if one of them cannot be captured; returns whether it did."""
+        """Captures the ``divided`` parts of every step; returns False, and captures none, if one cannot be captured."""
         work = [(step, cache, divided(parts)) for step in self._steps.values() for cache, parts in step.parts.items()]
         captured = self._device.stream.capture_all([part for _, _, parts in work for part in parts])
         if isinstance(captured, BackendError):
