@@ -235,9 +235,7 @@ class Manifest(Strict, frozen=True):
     @property
     def models(self) -> dict[str, Model]:
         """All models by role: ``target``, and the methods' roles."""
-        return {"target": self.target} | {
-            role: model for method in self.methods for role, model in method.models.items()
-        }
+        return {"target": self.target} | {m.role: m.draft for m in self.methods if m.draft is not None}
 
     @property
     def has_states(self) -> bool:

@@ -159,17 +159,16 @@ def _check_files_listed(manifest: Manifest) -> None:
 def _check_methods(manifest: Manifest) -> None:
     """Checks that methods differ in name and role, and that each has its model, which reads tokens."""
     names = [method.name for method in manifest.methods]
-    roles = [role for method in manifest.methods for role in method.models]
+    roles = [method.role for method in manifest.methods if method.draft is not None]
     if len(set(names)) != len(names) or len(set(roles)) != len(roles):
         raise _invalid(f"methods: {', '.join(names)}; expected each once, and at most one with a draft")
     for method in manifest.methods:
-        if method.signatures.keys() != method.models.keys():
+        if (method.signature is None) != (method.draft is None):
             raise _invalid(f"{method.name}: its model is missing")
         if isinstance(method, MethodOptions) and method.sizes:
             raise _invalid(f"{method.name}: num_speculative_tokens is given beside trees")
-        for role, model in method.models.items():
-            if model.embedding_size is not None:
-                raise _invalid(f"embedding_size of the {role}: expected null")
+        if method.draft is not None and method.draft.embedding_size is not None:
+            raise _invalid(f"embedding_size of the {method.role}: expected null")
 
 
 def _check_tokens(manifest: Manifest) -> None:
@@ -189,10 +188,9 @@ def _check_models(manifest: Manifest) -> None:
     """Checks that all shapes exist that the engine needs, and that none takes an absurd amount of memory."""
     verified = {1}.union(*map(_tree_sizes, manifest.methods))
     proposing = {
-        role
+        method.role
         for method in manifest.methods
-        for role, graph in method.signatures.items()
-        if tensors.LOGITS_ROWS not in graph.inputs
+        if method.signature is not None and tensors.LOGITS_ROWS not in method.signature.inputs
     }
     for role, model in manifest.models.items():
         points = model.graph.points
@@ -251,7 +249,7 @@ def _check_points(role: str, points: Sequence[ShapePoint], proposes: bool, manif
     if not points:
         raise _invalid(f"there is no shape point of the {role}")
     cached = bool(manifest.models[role].cache)
-    fed = [manifest.prefill_chunk, *(method.catch_up for method in manifest.methods if role in method.models)]
+    fed = [manifest.prefill_chunk, *(method.catch_up for method in manifest.methods if method.role == role)]
     doubled = len(set(points)) != len(points)
     for point in points:
         fits = point.rows in (1, point.tokens) and not point.drafts

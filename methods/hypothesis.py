@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specexport.contract.methods.base import TextMethod
@@ -33,7 +32,7 @@ GUESS = 2
 """Draft tokens after a token that seems to replace a token of the hypothesis."""
 
 
-class Follower:
+class Tracker:
     """Tracks the position of an output in its hypothesis, and how certain it is.
 
     While the output equals the hypothesis, the position advances. When they differ, the output's last tokens are
@@ -53,13 +52,18 @@ class Follower:
             for n in range(1, min(LONGEST_MATCH, end) + 1):
                 self._after.setdefault(tuple(self._tokens[end - n : end]), []).append(end)
         self._recent: list[int] = []
-        self._at = self._agreed = self._mismatches = 0
+        self._length = self._at = self._agreed = self._mismatches = 0
         # A hypothesis describes the output from its beginning, so it is trusted at first.
         self._matched = len(self._tokens)
+
+    def __len__(self) -> int:
+        """Number of tokens of the output so far."""
+        return self._length
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Follows new tokens of the output."""
         for token in tokens:
+            self._length += 1
             self._recent = [*self._recent[1 - LONGEST_MATCH :], token]
             if not self._mismatches and self._at < len(self._tokens) and self._tokens[self._at] == token:
                 self._matched, self._at = self._matched + 1, self._at + 1
@@ -91,25 +95,16 @@ class Follower:
         return self._tokens[at : at + (GUESS if self._mismatches else TRUST * self._matched)]
 
 
-@dataclass
-class _Followed:
-    """A slot's position in its hypothesis, and the number of the slot's tokens compared with it so far."""
-
-    follower: Follower
-    read: int
-
-
-class HypothesisProposer(TextProposer[_Followed]):
+class HypothesisProposer(TextProposer[Tracker]):
     """Proposes the next tokens of the request's hypothesis, as many as the last match is trusted for."""
 
     def ahead(self, view: SlotView) -> Sequence[int]:
         """The next tokens; none for a request without a hypothesis."""
-        followed = self._slots.get(view.slot)
-        if followed is None:
-            followed = self._slots[view.slot] = _Followed(Follower(view.hypothesis), view.prompt)
-        followed.follower.extend(view.tokens[followed.read :])
-        followed.read = len(view.tokens)
-        return followed.follower.following()
+        tracker = self._slots.get(view.slot)
+        if tracker is None:
+            tracker = self._slots[view.slot] = Tracker(view.hypothesis)
+        tracker.extend(view.tokens[view.prompt + len(tracker) :])
+        return tracker.following()
 
 
 def open_proposer(method: Hypothesis, opening: Opening) -> Proposer:

@@ -109,7 +109,7 @@ class DeviceDraft(Protocol):
     def is_ready(self, view: SlotView) -> bool:
         """Whether the draft has read enough of a text to draft after it."""
 
-    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+    def write_inputs(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         """Writes the inputs of a run with T = ``tokens`` and K = ``drafts`` for ready slots; returns the window."""
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
@@ -328,8 +328,8 @@ class Opening:
         Raises:
             BackendError: the backend refuses it.
         """
-        assert method.draft is not None and method.signature is not None
-        return self.backend.open(method.draft, self.slots, method.signature.buffers)
+        assert method.signature is not None
+        return self.backend.open(method.written_draft, self.slots, method.signature.buffers)
 
 
 def open_proposer(method: Method, opening: Opening) -> Proposer:

@@ -28,7 +28,7 @@ class Reader:
         """Number of a text's first tokens whose rows a slot holds."""
         return self._graph.reusable(slot, common_prefix(self._texts.get(slot, ()), tokens))
 
-    def note(self, slot: int, tokens: list[int]) -> None:
+    def record(self, slot: int, tokens: list[int]) -> None:
         """Records the tokens to which a slot's rows belong."""
         self._texts[slot] = tokens
 
@@ -38,7 +38,7 @@ class Reader:
         part = list(tokens[known : known + self._chunk])
         if part:
             self._run(slot, part, known)
-            self.note(slot, list(tokens[: known + len(part)]))
+            self.record(slot, list(tokens[: known + len(part)]))
         return known + len(part) < len(tokens)
 
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> set[int]:

@@ -194,7 +194,7 @@ class Request:
         """Whether it needs no further step."""
         return self.finished or self.cancelled or self.abandoned or self.error is not None
 
-    def take(self, outcome: Outcome, *, last: bool = False) -> Chunk:
+    def append(self, outcome: Outcome, *, last: bool = False) -> Chunk:
         """Appends a step's tokens to the text, up to the output's end, and returns their chunk.
 
         ``last`` says that the output ends with these tokens.
@@ -220,21 +220,21 @@ class Request:
         text, tokens = "".join(pieces), tuple(new[:count])
         return Chunk(text, tokens, reason, outcome.logprobs[:count], tuple(pieces), outcome.verified)
 
-    def give(self, chunk: Chunk) -> None:
+    def add_chunk(self, chunk: Chunk) -> None:
         """Queues a chunk for its reader."""
         self.finished = chunk.finish_reason is not None
         self.chunks.append(chunk)
 
     def end(self, reason: FinishReason) -> None:
         """Ends the request without a step; its last chunk is the text held back so far."""
-        self.give(Chunk(self._text.finish(), (), reason))
+        self.add_chunk(Chunk(self._text.finish(), (), reason))
 
     def take_hypothesis(self) -> None:
         """Queues the whole hypothesis as its only chunk."""
         began = time.perf_counter()
-        chunk = self.take(Outcome(list(self.view.hypothesis)), last=True)
+        chunk = self.append(Outcome(list(self.view.hypothesis)), last=True)
         self.stats.total = self.stats.first_token = time.perf_counter() - began
-        self.give(chunk)
+        self.add_chunk(chunk)
 
 
 @dataclass(frozen=True)

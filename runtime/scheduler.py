@@ -254,9 +254,9 @@ class Scheduler:
         chosen = time.perf_counter()
         step = self._program.step([request.view for request in requests])
         self._policy.learn(requests, step, time.perf_counter() - chosen)
-        chunks = [(request, _take(request, outcome)) for request, outcome in zip(requests, step.outcomes, strict=True)]
+        chunks = list(map(_append, requests, step.outcomes))
         now, total = self._clock(), time.perf_counter() - start
-        for request, chunk in chunks:
+        for request, chunk in zip(requests, chunks, strict=True):
             stats = request.stats
             stats.propose += step.propose
             stats.verify += step.verify
@@ -266,10 +266,10 @@ class Scheduler:
             stats.first_token = stats.first_token or now - request.began
             stats.total = now - request.began
             if chunk is not None:
-                request.give(chunk)
+                request.add_chunk(chunk)
 
 
-def _take(request: Request, outcome: Outcome) -> Chunk | None:
+def _append(request: Request, outcome: Outcome) -> Chunk | None:
     """Adds a step's outcome to a request; a failure ends this request alone, and returns None."""
     try:
         for processor in request.view.processors:
@@ -281,7 +281,7 @@ def _take(request: Request, outcome: Outcome) -> Chunk | None:
             )
         method = request.view.lookup or request.view.method or NO_METHOD
         request.stats.count_step(method, outcome)
-        return request.take(outcome)
+        return request.append(outcome)
     except Exception as error:
         request.error = error
         return None

@@ -92,22 +92,22 @@ class HostProgram:
         for view in views:
             step = to_verify.get(view.slot)
             tree, drafted = (PLAIN_TREE, None) if step is None else (step.tree, step.tokens)
-            self.write(inputs, view.slot - slots.start, view, tree, drafted)
+            self.write_tree(inputs, view.slot - slots.start, view, tree, drafted)
         outputs = self._target.run(shape)
         return {view.slot: {name: array[view.slot - slots.start] for name, array in outputs.items()} for view in views}
 
-    def write(
+    def write_tree(
         self, inputs: Mapping[str, Array], at: int, view: SlotView, tree: TokenTree, drafted: Ints | None
     ) -> None:
         """Writes the target's inputs for a tree of the slot at index ``at`` of the window.
 
         ``drafted``, int64 ``[K]``, are the tokens of nodes 1..K; None if the host does not know them.
         """
-        self._write(inputs, at, view, tree, len(view.tokens) - 1, 1)
+        self._write_nodes(inputs, at, view, tree, len(view.tokens) - 1, 1)
         if drafted is not None:
             inputs[tensors.INPUT_IDS][at, 1 : len(tree)] = drafted
 
-    def _write(
+    def _write_nodes(
         self, inputs: Mapping[str, Array], at: int, view: SlotView, tree: TokenTree, past: int, count: int
     ) -> None:
         """Writes ``count`` tokens of a text from position ``past`` on, as the first nodes of a tree there."""
@@ -186,7 +186,7 @@ class HostProgram:
         shape = RunShape(width, rows, slots=slots)
         inputs = self._target.prepare(shape, max(max(past, running) + width, room))
         at, read = view.slot - slots.start, range(min(width, end - past))
-        self._write(inputs, at, view, TokenTree.chain(width), past, len(read))
+        self._write_nodes(inputs, at, view, TokenTree.chain(width), past, len(read))
         if top is None:
             inputs[tensors.LOGITS_ROWS][at] = read[-1]
         outputs = {name: array[at] for name, array in self._target.run(shape).items()}

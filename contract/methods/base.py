@@ -62,7 +62,7 @@ class Method:
 
     @property
     def draft(self) -> Model | None:
-        """Its own model; a field of a :class:`DraftingMethod`."""
+        """Its own model, once it is written; None if it has none. A field of a :class:`DraftingMethod`."""
         return None
 
     @property
@@ -71,14 +71,10 @@ class Method:
         return None
 
     @property
-    def models(self) -> dict[str, Model]:
-        """Its own model by role, once it is written."""
-        return {} if self.draft is None else {self.role: self.draft}
-
-    @property
-    def signatures(self) -> dict[str, GraphSignature]:
-        """The signature of its model's graph, by role."""
-        return {} if self.signature is None else {self.role: self.signature}
+    def written_draft(self) -> Model:
+        """Its own model, of a method in a bundle that has one."""
+        assert self.draft is not None
+        return self.draft
 
     @property
     def target_outputs(self) -> tuple[Tensor, ...]:
@@ -108,7 +104,7 @@ class Method:
     @property
     def reads_embeddings(self) -> bool:
         """Whether it can propose after a prompt with embeddings; a model with a cache reads tokens only."""
-        return not any(model.cache for model in self.models.values())
+        return self.draft is None or not self.draft.cache
 
     @classmethod
     def stores_weights(cls) -> bool:
@@ -123,7 +119,7 @@ class Method:
     @property
     def stored(self) -> frozenset[StoredAs]:
         """The types in which the matrices that it adds are stored."""
-        return frozenset(model.precision.weights for model in self.models.values())
+        return frozenset() if self.draft is None else frozenset({self.draft.precision.weights})
 
     @property
     def drafted_stages(self) -> int:
@@ -196,7 +192,7 @@ class Method:
             files: sizes of the bundle's files, by name.
             rows: rows of a cache for the longest text.
         """
-        return sum(files[model.weights] + model.cache_row_bytes * rows for model in self.models.values())
+        return 0 if self.draft is None else files[self.draft.weights] + self.draft.cache_row_bytes * rows
 
 
 M = TypeVar("M", bound=Method)

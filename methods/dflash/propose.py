@@ -18,9 +18,9 @@ class DFlashProposer(StatesProposer):
     acceptance remains exact. One call computes the context rows of the accepted tokens and the rows of the block.
     """
 
-    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+    def write_inputs(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         """See :class:`StatesProposer`; each block is as long as its tree requires, whatever the rest of the batch."""
-        slots = super().ask(views, tokens, drafts)
+        slots = super().write_inputs(views, tokens, drafts)
         inputs = self.graph.inputs(RunShape(tokens, drafts=drafts, slots=slots))
         for view in views:
             inputs[tensors.BLOCK_ROWS][view.slot - slots.start] = view.tree.depth + 1

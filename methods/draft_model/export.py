@@ -47,8 +47,7 @@ class DraftModelExporter(MethodExporter[DraftModelOptions, DraftModel]):
         return msgspec.structs.replace(method, candidates=min(MAX_CANDIDATES, vocab), draft=model, model=model.source)
 
     def compare(self, method: DraftModel, run: Verification) -> tuple[str, Agreement] | None:
-        (draft,) = method.models.values()
-        vocab = vocabulary(run.bundle.manifest, draft)
+        vocab = vocabulary(run.bundle.manifest, method.written_draft)
         return compare_chain(method, run, run.source(method), run.texts, vocab)
 
 
@@ -132,7 +131,7 @@ def compare_chain(
     ``vocab`` is the number of tokens that may be proposed, ``layers`` how many of the model's first layers draft; None
     for all. See :meth:`MethodExporter.compare`.
     """
-    (draft,) = method.models.values()
+    draft = method.written_draft
     drafts = run.drafted(method, texts)
     if not drafts:
         return None

@@ -67,7 +67,7 @@ class DraftModelProposer(ReadingProposer):
 
     def _draft(self, ready: Sequence[SlotView], T: int) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
-        slots = self.ask(ready, T, K)
+        slots = self.write_inputs(ready, T, K)
         outputs = self.graph.run(RunShape(T, drafts=K, slots=slots))
         proposals = {}
         for view in ready:
@@ -81,7 +81,7 @@ class DraftModelProposer(ReadingProposer):
         """See :class:`DeviceDraft`; whether one run can read all unread tokens."""
         return self._missing(view) == CATCH_UP_TOKENS
 
-    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+    def write_inputs(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         slots = window([view.slot for view in views], self.graph.sizes)
         shape = RunShape(tokens, drafts=drafts, slots=slots)
         inputs = self.graph.prepare(shape, max(len(view.tokens) for view in views) + drafts - 1)
@@ -104,7 +104,7 @@ class DraftModelProposer(ReadingProposer):
 
     def _keep(self, view: SlotView, T: int, drafted: Sequence[int]) -> None:
         self.graph.commit(view.slot, len(view.tokens) - T, range(T + len(drafted)))
-        self._reader.note(view.slot, [*view.tokens, *drafted])
+        self._reader.record(view.slot, [*view.tokens, *drafted])
 
     def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
         """See :class:`Proposer`; leaves at least the last two tokens."""

@@ -114,7 +114,7 @@ class StatesDraftExporter(MethodExporter[P, S]):
     # --- verify -------------------------------------------------------------------------------------------------------
     def compare(self, method: S, run: Verification) -> tuple[str, Agreement] | None:
         """See :class:`MethodExporter`; each token must be the original draft's choice when it reads the whole text."""
-        manifest, (model,) = run.bundle.manifest, method.models.values()
+        manifest, model = run.bundle.manifest, method.written_draft
         target = run.source(None)
         source = run.source(method) if method.sources else target
         recorded = run.recorded(method)

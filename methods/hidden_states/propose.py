@@ -124,7 +124,7 @@ class StatesProposer(Proposer):
             T = self.graph.chunk(self._chunk, T)
         if self._rows(ready, T, K) > self.graph.cache_sizes[-1]:
             return {}
-        slots = self.ask(ready, T, K)
+        slots = self.write_inputs(ready, T, K)
         outputs = self.graph.run(RunShape(T, drafts=K, slots=slots))
         for view in ready:
             self._keep(view, self._unread(view))
@@ -144,7 +144,7 @@ class StatesProposer(Proposer):
         room = self._rows([view], self._width, view.tree.depth) <= self.graph.cache_sizes[-1]
         return 0 < unread == self._unread(view) <= self._width and room
 
-    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+    def write_inputs(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         slots = window([view.slot for view in views], self.graph.sizes)
         shape = RunShape(tokens, drafts=drafts, slots=slots)
         inputs = self._inputs(views, shape, self._rows(views, tokens, drafts))

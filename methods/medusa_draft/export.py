@@ -75,7 +75,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
         return msgspec.structs.replace(method, candidates=count, draft=model, model=model.source)
 
     def compare(self, method: MedusaDraft, run: Verification) -> tuple[str, Agreement] | None:
-        (draft,) = method.models.values()
+        draft = method.written_draft
         heads = run.source(method, "medusa")
         checkpoint = run.source(method)
         recorded = run.recorded(method)

@@ -25,8 +25,7 @@ class MedusaDraftProposer(ReadingProposer):
     def __init__(self, graph: Graph, manifest: Manifest, method: MedusaDraft) -> None:
         self._graph = graph
         self._chunk = manifest.prefill_chunk
-        (draft,) = method.models.values()
-        self._last_position = draft.max_positions - 1
+        self._last_position = method.written_draft.max_positions - 1
         self._width = method.draft_width
         super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
 
@@ -43,7 +42,7 @@ class MedusaDraftProposer(ReadingProposer):
             if len(view.tokens) < self._width:
                 candidates |= self._run({view.slot: view.tokens}, {view.slot: 0}, self._chunk)
             if view.slot in candidates:
-                self._reader.note(view.slot, list(view.tokens))
+                self._reader.record(view.slot, list(view.tokens))
         return {
             view.slot: Proposal(fill(view.tree, candidates[view.slot]), view.tree, None, candidates[view.slot])
             for view in views

@@ -298,7 +298,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
 
     def compare(self, method: MlpSpeculator, run: Verification) -> tuple[str, Agreement] | None:
         """See :class:`MethodExporter`; each token must be its stage's most probable one."""
-        manifest, (draft,) = run.bundle.manifest, method.models.values()
+        manifest, draft = run.bundle.manifest, method.written_draft
         checkpoint, speculator = run.source(None), run.source(method)
         recorded = run.recorded(method)
         outline = read_speculator(str(speculator))

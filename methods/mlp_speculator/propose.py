@@ -44,7 +44,7 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
         deepest, widest = max(view.tree.depth for view in ready), max(view.tree.level_width for view in ready)
         slots = window([view.slot for view in ready], self.graph.sizes)
         drafts, tokens = next((k, w) for k, w in self.graph.drafts(len(slots)) if k >= deepest and w >= widest)
-        self.ask(ready, tokens, drafts)
+        self.write_inputs(ready, tokens, drafts)
         outputs = self.graph.run(RunShape(tokens, drafts=drafts, slots=slots))
         return {view.slot: _proposal(view, outputs, view.slot - slots.start) for view in ready}
 
@@ -52,26 +52,23 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
         """See :class:`DeviceDraft`; whether the target has run in the slot, and the root is a token."""
         return view.slot in self._slots and not is_embedding(view.tokens[-1])
 
-    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+    def write_inputs(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         """See :class:`DeviceDraft`; K is the number of stages and T the nodes of a level."""
         slots = window([view.slot for view in views], self.graph.sizes)
         inputs = self.graph.inputs(RunShape(tokens, drafts=drafts, slots=slots))
         for view in views:
-            self._write_inputs(inputs, view.slot - slots.start, view)
+            at, levels = view.slot - slots.start, _levels(view.tree)
+            depth, width = levels.parents.shape
+            inputs[tensors.HIDDEN_STATE][at] = self._slots[view.slot]
+            inputs[tensors.INPUT_IDS][at] = view.tokens[-1]
+            for name, indices in ((tensors.LEVEL_PARENTS, levels.parents), (tensors.LEVEL_RANKS, levels.ranks)):
+                inputs[name][at] = 0
+                inputs[name][at, :depth, :width] = indices
+            write_sampling(inputs, at, view.params)
+            if not view.params.greedy:
+                # As much noise as the tree needs, so that results of a seed do not depend on the rest of the batch.
+                inputs[tensors.UNIFORM][at, :depth, :width] = view.random.random((depth, width), np.float32)
         return slots
-
-    def _write_inputs(self, inputs: Mapping[str, Array], at: int, view: SlotView) -> None:
-        levels = _levels(view.tree)
-        depth, width = levels.parents.shape
-        inputs[tensors.HIDDEN_STATE][at] = self._slots[view.slot]
-        inputs[tensors.INPUT_IDS][at] = view.tokens[-1]
-        for name, indices in ((tensors.LEVEL_PARENTS, levels.parents), (tensors.LEVEL_RANKS, levels.ranks)):
-            inputs[name][at] = 0
-            inputs[name][at, :depth, :width] = indices
-        write_sampling(inputs, at, view.params)
-        if not view.params.greedy:
-            # Only as much noise as the tree needs, so that results of a seed do not depend on the rest of the batch.
-            inputs[tensors.UNIFORM][at, :depth, :width] = view.random.random((depth, width), np.float32)
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
         """See :class:`DeviceDraft`; the first stage has one row, each other stage T."""

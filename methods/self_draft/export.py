@@ -49,8 +49,7 @@ class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
         return TracedGraph("self_draft", graph, plan.propose_points(method), cache, parameters)
 
     def compare(self, method: SelfDraft, run: Verification) -> tuple[str, Agreement] | None:
-        (draft,) = method.models.values()
-        vocab = vocabulary(run.bundle.manifest, draft)
+        vocab = vocabulary(run.bundle.manifest, method.written_draft)
         return compare_chain(method, run, run.source(None), run.texts, vocab, method.layers)
 
 

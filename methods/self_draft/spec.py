@@ -44,4 +44,4 @@ class SelfDraft(ChainDraft, frozen=True, kw_only=True, tag="self_draft"):
 
     def memory(self, files: Mapping[str, int], rows: int) -> int:
         """See :class:`Method`; the draft's weights are the target's."""
-        return sum(model.cache_row_bytes * rows for model in self.models.values())
+        return 0 if self.draft is None else self.draft.cache_row_bytes * rows

@@ -23,15 +23,15 @@ class Acceptance:
     with them at depth j - 1, so that a depth without observations is assumed to behave like the one above.
 
     Args:
-        before: the acceptance of other requests.
+        others: the acceptance of other requests.
         keep: the share of the counts that remains after each step with draft tokens.
-        prior: the prior mean without ``before``.
+        prior: the prior mean without ``others``.
     """
 
-    def __init__(self, before: Acceptance | None = None, keep: float = KEEP, prior: float = PRIOR) -> None:
-        self._before = before
+    def __init__(self, others: Acceptance | None = None, keep: float = KEEP, prior: float = PRIOR) -> None:
+        self._others = others
         self._prior = prior
-        self._weight = WEIGHT if before is None else WEIGHT_OF_ALL
+        self._weight = WEIGHT if others is None else WEIGHT_OF_ALL
         self._keep = keep
         self._trials: list[float] = []
         self._accepted: list[float] = []
@@ -57,16 +57,16 @@ class Acceptance:
 
     def _update(self, depth: int) -> None:
         """Updates the probabilities of all depths; most steps repeat the last query."""
-        learned = (self._learned, 0 if self._before is None else self._before._learned)
+        learned = (self._learned, 0 if self._others is None else self._others._learned)
         if learned == self._counted and depth < len(self._sums):
             return
         depth = max(depth, len(self._means))
-        before = [self._prior] * depth
-        if self._before is not None:
-            self._before._update(depth)
-            before = self._before._means[:depth]
+        priors = [self._prior] * depth
+        if self._others is not None:
+            self._others._update(depth)
+            priors = self._others._means[:depth]
         means, better = list[float](), 1.0
-        for at, prior in enumerate(before):
+        for at, prior in enumerate(priors):
             mean = min(1.0, prior * better)
             if at < len(self._trials):
                 mean = (self._weight * mean + self._accepted[at]) / (self._weight + self._trials[at])
@@ -94,9 +94,9 @@ class History:
         self._acceptance: dict[Hashable, Acceptance] = {}
 
     def acceptance(
-        self, method: str | None, trees: Hashable, before: Acceptance | None = None, prior: float = PRIOR
+        self, method: str | None, trees: Hashable, others: Acceptance | None = None, prior: float = PRIOR
     ) -> Acceptance:
-        """The acceptance of a method's trees of one acceptance class; ``before`` is its prior."""
+        """The acceptance of a method's trees of one acceptance class; ``others`` is its prior."""
         if (method, trees) not in self._acceptance:
-            self._acceptance[method, trees] = Acceptance(before, self._keep, prior)
+            self._acceptance[method, trees] = Acceptance(others, self._keep, prior)
         return self._acceptance[method, trees]

@@ -51,8 +51,8 @@ class SpeculationPolicy:
     """
 
     def __init__(self, manifest: Manifest, loaded_methods: Mapping[str, LoadedMethod]) -> None:
-        self._tokens = {name: len(loaded.method.token_trees()[0]) for name, loaded in loaded_methods.items()}
-        self._smaller = {name: loaded.method.smaller_trees(manifest.target) for name, loaded in loaded_methods.items()}
+        self._default_nodes = {name: len(loaded.method.token_trees()[0]) for name, loaded in loaded_methods.items()}
+        self._trees = {name: loaded.method.smaller_trees(manifest.target) for name, loaded in loaded_methods.items()}
 
     def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
         """Sets the tree of each request's next step; ``joining`` more requests are about to join."""
@@ -67,8 +67,8 @@ class SpeculationPolicy:
         method = request.view.method
         if method is None or running == 1:
             return request.tree
-        nodes = min(self._tokens[method] // running, len(request.tree))
-        return next((tree for tree in self._smaller[method] if len(tree) <= nodes), PLAIN_TREE)
+        nodes = min(self._default_nodes[method] // running, len(request.tree))
+        return next((tree for tree in self._trees[method] if len(tree) <= nodes), PLAIN_TREE)
 
 
 class MeasuredPolicy(SpeculationPolicy):
@@ -106,7 +106,7 @@ class MeasuredPolicy(SpeculationPolicy):
         self._chunk = manifest.prefill_chunk
         points = manifest.target.graph.points
         self._widths = sorted({point.tokens for point in points if point.rows == point.tokens})
-        self._fits = {name: [self._fit(name, tree) for tree in self._smaller[name]] for name in loaded_methods}
+        self._fits = {name: [self._fit(name, tree) for tree in self._trees[name]] for name in loaded_methods}
         self._everyone = History(keep=KEEP_OF_ALL)
         # The last decision.
         self._chosen: dict[Request, Fit] = {}

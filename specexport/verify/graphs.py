@@ -32,9 +32,7 @@ def check_graphs(bundle: Bundle, progress: Progress) -> int:
     manifest = bundle.manifest
     lowering = manifest.lowering
     described = [(manifest.target, manifest.target_signature)]
-    described += [
-        (model, method.signatures[role]) for method in manifest.methods for role, model in method.models.items()
-    ]
+    described += [(m.written_draft, m.signature) for m in manifest.methods if m.signature is not None]
     sources = [(engine, m) for m, _ in described for engine in m.engines if engine.file == engine.source]
     count = len(described) + len(sources)
     for done, (model, signature) in enumerate(described, start=1):

@@ -120,11 +120,11 @@ class DeviceProgram:
         inputs = self._target.prepare(variant.shape, longest - 1 + variant.shape.tokens)
         for part in parts:
             tokens = part.proposal.tokens if part.proposal is not None else None
-            self._host.write(inputs, part.view.slot, part.view, part.tree, tokens)
+            self._host.write_tree(inputs, part.view.slot, part.view, part.tree, tokens)
         drafted = [part for part in parts if part.draft is not None]
         if drafted and drafted[0].draft is not None and variant.drafting is not None:
             drafting = variant.drafting
-            drafted[0].draft.ask([part.view for part in drafted], drafting.shape.tokens, drafting.shape.drafts)
+            drafted[0].draft.write_inputs([part.view for part in drafted], drafting.shape.tokens, drafting.shape.drafts)
             drafting.graph.begin(drafting.shape)
         self._target.begin(variant.shape)
         for part in parts:
@@ -170,7 +170,7 @@ class DeviceProgram:
             fed = [token for node, token in zip(path, new, strict=False) if tree.ranks[node] == 0]
             part.draft.keep(view, fed[: tree.depth - 1])
         if view.method is not None:
-            outputs = self._target.width(variant.shape).outputs.host
+            outputs = self._target.buffers(variant.shape).outputs.host
             observed = {name: outputs[name][view.slot] for name in read_back(outputs)}
             self._host.inform(view, observed, path[-1] if path else 0, past, [0, *path])
         verified = None

@@ -30,8 +30,8 @@ from specexport.runtime.backends.cuda.repeat import (
     RepeatedCalls,
     call_arrays,
     call_of,
-    note_pasts,
     repeated_points,
+    write_pasts,
 )
 
 _Piece = tuple[Enqueue, Callable[[Enqueue], None]]
@@ -41,8 +41,8 @@ _Place = tuple[int, int]
 
 
 @dataclass
-class Width:
-    """The buffers of runs at one width, on host and device, and the runs at each place.
+class RunBuffers:
+    """The buffers of runs of one shape at any cache size, on host and device, and the runs at each place.
 
     Attributes:
         inputs: by name.
@@ -112,15 +112,15 @@ class DeviceGraph(Graph):
         self.cache.plan(plan)
         plan.add("workspace", executor.workspace)
         plan.add("call", of_call.nbytes)
-        for inputs, outputs in layouts.values():  # one width runs at a time
+        for inputs, outputs in layouts.values():  # only one of them runs at a time
             plan.add("inputs", inputs.nbytes)
             plan.add("outputs", outputs.nbytes)
         self._memory = plan.allocate(device, f"the {role}'s cache and buffers")
         self.cache.place(self._memory)
         self._call = StagingBuffers(device, of_call, self._memory["call"])
         self._call.upload()
-        self._widths = {
-            key: Width(
+        self._buffers = {
+            key: RunBuffers(
                 StagingBuffers(device, inputs, self._memory["inputs"]),
                 StagingBuffers(device, outputs, self._memory["outputs"]),
             )
@@ -163,23 +163,23 @@ class DeviceGraph(Graph):
         self._filled[slot] = rows
 
     def inputs(self, shape: RunShape) -> dict[str, Array]:
-        return self.width(shape).inputs.host
+        return self.buffers(shape).inputs.host
 
     def _run(self, shape: RunShape) -> dict[str, Array]:
-        width = self.begin(shape)
-        width.launches[self.cache.rows, shape.slots.start]()
+        buffers = self.begin(shape)
+        buffers.launches[self.cache.rows, shape.slots.start]()
         self._device.stream.synchronize()
-        return width.outputs.host
+        return buffers.outputs.host
 
-    def begin(self, shape: RunShape) -> Width:
+    def begin(self, shape: RunShape) -> RunBuffers:
         """Checks the inputs of a run that is about to be enqueued; returns its buffers.
 
         Raises:
             BackendError: the cache has no room for its rows.
         """
-        width, point = self.width(shape), shape.point(self.cache.rows)
-        if tensors.PAST_LENGTH in width.inputs.host:
-            past = int(width.inputs.host[tensors.PAST_LENGTH].max())
+        buffers, point = self.buffers(shape), shape.point(self.cache.rows)
+        if tensors.PAST_LENGTH in buffers.inputs.host:
+            past = int(buffers.inputs.host[tensors.PAST_LENGTH].max())
             if past + point.fed > self.cache.rows:
                 raise BackendError(
                     f"a run would write rows {past} to {past + point.fed - 1} of a cache of {self.cache.rows}; the "
@@ -187,38 +187,38 @@ class DeviceGraph(Graph):
                 )
         repeated = point in self._repeated
         if repeated:
-            note_pasts(width.inputs.host)
+            write_pasts(buffers.inputs.host)
         self._new_rows = None if self.in_place or repeated else NewRows(point.fed, shape.slots)
-        return width
+        return buffers
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
-        for width in self._widths.values():
-            for place, launch in width.launches.items():
-                width.launches[place] = functools.partial(around, launch)
+        for buffers in self._buffers.values():
+            for place, launch in buffers.launches.items():
+                buffers.launches[place] = functools.partial(around, launch)
 
     def close(self) -> None:
         """Frees everything; first the library's part, which may still use the stream and our memory."""
         self._device.stream.synchronize()
         for captured in self._captured:
             captured.close()
-        for width in self._widths.values():
-            width.launches.clear()
-            width.enqueues.clear()
+        for buffers in self._buffers.values():
+            buffers.launches.clear()
+            buffers.enqueues.clear()
         self._executor.close()
-        for width in self._widths.values():
-            width.inputs.close()
-            width.outputs.close()
+        for buffers in self._buffers.values():
+            buffers.inputs.close()
+            buffers.outputs.close()
         self._call.close()
         self._memory.close()
 
-    def width(self, shape: RunShape) -> Width:
+    def buffers(self, shape: RunShape) -> RunBuffers:
         """The buffers and launches for a run.
 
         Raises:
             BackendError: the graph has no such shape.
         """
         self._require(shape.point(self.cache.rows))
-        return self._widths[shape.point(0)]
+        return self._buffers[shape.point(0)]
 
     def _layouts(self, point: ShapePoint, buffers: Buffers) -> tuple[BufferLayout, BufferLayout]:
         inputs, outputs = buffers(point)
@@ -227,37 +227,37 @@ class DeviceGraph(Graph):
 
     def _prepare_pieces(self, point: ShapePoint) -> list[_Piece]:
         """Prepares a point's runs and warms them up, so that libraries initialize before they are captured."""
-        width = self._widths[_uncached(point)]
+        buffers = self._buffers[_uncached(point)]
         pieces: list[_Piece] = []
         for slots in (range(first, first + point.batch) for first in range(0, self._slots, point.batch)):
             calls: list[Enqueue] = []
             if point in self._repeated:
-                enqueue, calls = self._repeat(point, slots, width)
+                enqueue, calls = self._repeat(point, slots, buffers)
             else:
-                enqueue = self._prepare(point, slots, width.inputs.device | width.outputs.device)
-            run = functools.partial(self._run_with_copies, width, enqueue)
+                enqueue = self._prepare(point, slots, buffers.inputs.device | buffers.outputs.device)
+            run = functools.partial(self._run_with_copies, buffers, enqueue)
             self._device.warm_up(run)
             place = (point.cache, slots.start)
-            width.enqueues[place], width.launches[place] = enqueue, run
+            buffers.enqueues[place], buffers.launches[place] = enqueue, run
             if calls and not self.in_place:
                 pieces += [(call, functools.partial(calls.__setitem__, at)) for at, call in enumerate(calls)]
             else:
-                pieces.append((run, functools.partial(width.launches.__setitem__, place)))
+                pieces.append((run, functools.partial(buffers.launches.__setitem__, place)))
         return pieces
 
-    def _run_with_copies(self, width: Width, enqueue: Enqueue) -> None:
-        width.inputs.upload()
+    def _run_with_copies(self, buffers: RunBuffers, enqueue: Enqueue) -> None:
+        buffers.inputs.upload()
         enqueue()
-        width.outputs.download()
+        buffers.outputs.download()
 
-    def _repeat(self, point: ShapePoint, slots: range, width: Width) -> tuple[Enqueue, list[Enqueue]]:
+    def _repeat(self, point: ShapePoint, slots: range, buffers: RunBuffers) -> tuple[Enqueue, list[Enqueue]]:
         """A run of several calls of the engine, and these calls."""
 
         def prepare(tokens: int, arrays: dict[str, Tensor]) -> Enqueue:
             return self._prepare(call_of(point, tokens), slots, arrays)
 
         calls = RepeatedCalls(
-            self._device, width.inputs.device, width.outputs.device, self._call.device, prepare
+            self._device, buffers.inputs.device, buffers.outputs.device, self._call.device, prepare
         ).calls()
 
         def enqueue() -> None:
@@ -265,7 +265,7 @@ class DeviceGraph(Graph):
                 call()
                 tokens = self._follow_up if index else point.tokens
                 for slot in () if self.in_place else slots:
-                    past = int(width.inputs.host[PASTS][index, slot - slots.start])
+                    past = int(buffers.inputs.host[PASTS][index, slot - slots.start])
                     self.cache.move(slot, past, range(tokens), NewRows(tokens, slots))
 
         return enqueue, calls

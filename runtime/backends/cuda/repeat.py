@@ -46,7 +46,7 @@ def call_arrays(point: ShapePoint, tokens: int, buffers: Buffers) -> dict[str, A
     return {**{name: inputs[name] for name in names}, **outputs}
 
 
-def note_pasts(inputs: Mapping[str, Array]) -> None:
+def write_pasts(inputs: Mapping[str, Array]) -> None:
     """Writes each call's ``past_length``, which follows from the run's, into :data:`PASTS`."""
     pasts, first = inputs[PASTS], inputs[tensors.PAST_LENGTH]
     np.add(first, np.arange(len(pasts))[:, None], out=pasts)

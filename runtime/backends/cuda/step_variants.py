@@ -15,7 +15,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import accept_signature, fill_signature
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, RunShape
-from specexport.runtime.backends.cuda.graph import DeviceGraph, Width
+from specexport.runtime.backends.cuda.graph import DeviceGraph, RunBuffers
 from specexport.runtime.backends.cuda.library import Executor
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.step_program import LoadedMethod
@@ -56,9 +56,9 @@ class Drafting:
     fill: Fill | None
 
     @property
-    def width(self) -> Width:
+    def buffers(self) -> RunBuffers:
         """The buffers and launches of the draft's run."""
-        return self.graph.width(self.shape)
+        return self.graph.buffers(self.shape)
 
     def holds(self, tree: TokenTree) -> bool:
         """Whether it can fill a tree, also a smaller one, as draft tokens beyond the tree are never accepted."""
@@ -103,7 +103,7 @@ class StepVariant:
         outputs = accept_signature(self.accept.rule, self.accept.candidates).outputs
         return {str(tensor): tensor.zeros(self._sizes) for tensor in outputs}
 
-    def between(self) -> dict[str, Array]:
+    def drafted(self) -> dict[str, Array]:
         """A slot's draft that stays on the device: the fill graph's outputs, or a chain's tokens and q."""
         if self.drafting is None:
             return {}

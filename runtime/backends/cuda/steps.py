@@ -13,7 +13,7 @@ from specexport.contract.engines import Commit, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.backends.cuda.api import CudaGraph
-from specexport.runtime.backends.cuda.graph import DeviceGraph, Width
+from specexport.runtime.backends.cuda.graph import DeviceGraph, RunBuffers
 from specexport.runtime.backends.cuda.library import Enqueue, Execution
 from specexport.runtime.backends.cuda.memory import BufferLayout, Device, MemoryPlan, StagingBuffers, Tensor
 from specexport.runtime.backends.cuda.step_variants import Drafting, ProgramGraphs, StepVariant, graphs_of, read_back
@@ -74,7 +74,7 @@ class Steps:
         layouts = {
             variant: [
                 BufferLayout({name: np.repeat(array, self._slots, 0) for name, array in arrays.items()})
-                for arrays in (variant.inputs(), variant.outputs(), variant.between())
+                for arrays in (variant.inputs(), variant.outputs(), variant.drafted())
             ]
             for variant in variants
         }
@@ -121,14 +121,14 @@ class Steps:
         """Prepares a step's graphs and warms them up, before they are captured."""
         staged_inputs = StagingBuffers(self._device, inputs, self._memory["inputs"])
         step = DeviceStep(staged_inputs, StagingBuffers(self._device, outputs, self._memory["outputs"]))
-        verify = self._target.width(variant.shape)
+        verify = self._target.buffers(variant.shape)
         drafted = {str(name): step.inputs.device[name] for name in tensors.DRAFTED if name in step.inputs.device}
         propose: list[list[Enqueue]] = []
         uploads = [verify.inputs, step.inputs]
         if variant.drafting is not None:
             proposed = filled.tensors(self._memory["filled"].address)
             drafted, propose = self._propose(variant.drafting, verify, step, proposed)
-            uploads.append(variant.drafting.width.inputs)
+            uploads.append(variant.drafting.buffers.inputs)
         accept = self._accept(variant, verify, step, drafted)
         for cache in self._target.cache_sizes:
             commit = self._commit(variant, verify, step, cache)
@@ -141,11 +141,11 @@ class Steps:
         return step
 
     def _propose(
-        self, drafting: Drafting, verify: Width, step: DeviceStep, filled: Mapping[str, Tensor]
+        self, drafting: Drafting, verify: RunBuffers, step: DeviceStep, filled: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], list[list[Enqueue]]]:
         """The accept graph's inputs from the draft, and the work of drafting and of passing tokens to the target."""
-        results = drafting.width.outputs.device
-        run = drafting.width.enqueues[drafting.graph.cache.rows, 0]
+        results = drafting.buffers.outputs.device
+        run = drafting.buffers.enqueues[drafting.graph.cache.rows, 0]
         if drafting.fill is None:  # the nodes of a chain are the draft's tokens
             sort: list[Enqueue] = []
             if self._slots == 1:  # [K,1,...] and [1,K,...] are the same memory
@@ -168,20 +168,22 @@ class Steps:
             at, first = to.address + index * nbytes, source.address + index * slots * nbytes
             self._device.stream.copy_rows(at, drafts * nbytes, first, nbytes, nbytes, slots)
 
-    def _pass_on(self, verify: Width, drafted: Tensor) -> None:
+    def _pass_on(self, verify: RunBuffers, drafted: Tensor) -> None:
         """Copies each slot's draft tokens into the target's input, after the root."""
         ids, nbytes = verify.inputs.device[tensors.INPUT_IDS], drafted.shape[1] * _ID
         to, pitch = ids.address + _ID, ids.shape[1] * _ID
         self._device.stream.copy_rows(to, pitch, drafted.address, nbytes, nbytes, self._slots)
 
-    def _accept(self, variant: StepVariant, verify: Width, step: DeviceStep, drafted: Mapping[str, Tensor]) -> Enqueue:
+    def _accept(
+        self, variant: StepVariant, verify: RunBuffers, step: DeviceStep, drafted: Mapping[str, Tensor]
+    ) -> Enqueue:
         logits = verify.outputs.device[tensors.LOGITS]
         # The first N rows of one slot; rows that the target does not compute belong to nodes that are never accepted.
         rows = Tensor(logits.address, logits.dtype, (self._slots, variant.nodes, logits.shape[-1]))
         arrays = {**step.inputs.device, **drafted, **step.outputs.device, tensors.LOGITS: rows}
         return self._prepare(variant.accept, ShapePoint(self._slots, variant.nodes, 0, variant.nodes), arrays)
 
-    def _commit(self, variant: StepVariant, verify: Width, step: DeviceStep, cache: int) -> list[list[Enqueue]]:
+    def _commit(self, variant: StepVariant, verify: RunBuffers, step: DeviceStep, cache: int) -> list[list[Enqueue]]:
         """The work that makes accepted rows contiguous; none for chains, or if the host copies them."""
         if variant.shape.tokens == 1 or (variant.drafting is not None and variant.drafting.tree.is_chain):
             return []
@@ -198,7 +200,7 @@ class Steps:
     def _prepare(self, graph: ProgramGraph, point: ShapePoint, arrays: Mapping[str, Tensor]) -> Enqueue:
         return self._graphs[graph].prepare(point, arrays, self._memory["workspace"])
 
-    def _read_back(self, step: DeviceStep, verify: Width) -> None:
+    def _read_back(self, step: DeviceStep, verify: RunBuffers) -> None:
         step.outputs.download()
         for name in read_back(verify.outputs.device):
             verify.outputs.download(name)
