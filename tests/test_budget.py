@@ -665,8 +665,8 @@ def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(
 
     first = measured("llama-near-batch", lambda slots, tokens: 1.0 if slots < 8 else float(tokens))
     read: list[int] = []
-    real = DraftModelProposer._read
-    monkeypatch.setattr(DraftModelProposer, "_read", lambda *inputs: read.append(1) or real(*inputs))
+    real = DraftModelProposer._read_chunk
+    monkeypatch.setattr(DraftModelProposer, "_read_chunk", lambda *inputs: read.append(1) or real(*inputs))
     streams = started(first.stream([5 + at, 9, 30], GREEDY) for at in range(8))
     for stream in streams:
         for _ in stream:

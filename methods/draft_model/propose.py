@@ -15,7 +15,7 @@ from specexport.methods.draft_model.spec import ChainDraft
 from specexport.runtime.backend import Array, Graph, RunShape, write_sampling
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import DeviceDraft, Ints, Opening, Proposal, SlotView, drawn, fill, most_probable_tree
-from specexport.runtime.reader import Reader, ReadingProposer
+from specexport.runtime.reader import ReadingProposer
 
 Dynamic = Literal["spine", "any"]
 """The nodes of a dynamic tree that may have children: only the drafted chain's, or any."""
@@ -31,10 +31,8 @@ class DraftModelProposer(ReadingProposer):
     """
 
     def __init__(self, graph: Graph, manifest: Manifest) -> None:
-        self.graph = graph
-        self._chunk = manifest.prefill_chunk
+        super().__init__(graph, manifest.prefill_chunk)
         self.reads_along = self._chunk if graph.any_width else CATCH_UP_TOKENS
-        super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
 
     @property
     def device_draft(self) -> DeviceDraft:
@@ -47,7 +45,7 @@ class DraftModelProposer(ReadingProposer):
         """
         # A run is as wide as its slot with the most unread tokens.
         limit = self.reads_along if len(views) == 1 else min(self.reads_along, _TOGETHER)
-        waiting = self._reader.catch_up({view.slot: view.tokens[:-limit] for view in views})
+        waiting = self._catch_up({view.slot: view.tokens[:-limit] for view in views})
         pending = [view for view in views if len(view.tokens) >= CATCH_UP_TOKENS and view.slot not in waiting]
         proposals: dict[int, Proposal] = {}
         while pending:  # runs once, unless a text is shorter than the unread part of another
@@ -63,7 +61,7 @@ class DraftModelProposer(ReadingProposer):
         return rounded if all(len(view.tokens) >= rounded for view in views) else missing
 
     def _missing(self, view: SlotView) -> int:
-        return len(view.tokens) - self._reader.known(view.slot, view.tokens[:-CATCH_UP_TOKENS])
+        return len(view.tokens) - self._known(view.slot, view.tokens[:-CATCH_UP_TOKENS])
 
     def _draft(self, ready: Sequence[SlotView], T: int) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
@@ -104,13 +102,13 @@ class DraftModelProposer(ReadingProposer):
 
     def _keep(self, view: SlotView, T: int, drafted: Sequence[int]) -> None:
         self.graph.commit(view.slot, len(view.tokens) - T, range(T + len(drafted)))
-        self._reader.record(view.slot, [*view.tokens, *drafted])
+        self._texts[view.slot] = [*view.tokens, *drafted]
 
     def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
         """See :class:`Proposer`; leaves at least the last two tokens."""
-        return self._reader.read(view.slot, view.tokens[: -max(CATCH_UP_TOKENS, max_deferred)])
+        return self._read(view.slot, view.tokens[: -max(CATCH_UP_TOKENS, max_deferred)])
 
-    def _read(self, slot: int, tokens: list[int], past: int) -> None:
+    def _read_chunk(self, slot: int, tokens: list[int], past: int) -> None:
         T = self.graph.chunk(self._chunk, len(tokens))
         shape = RunShape(T, drafts=1, slots=range(slot, slot + 1))
         inputs = self.graph.prepare(shape, past + T)
