@@ -123,13 +123,13 @@ Interface = tuple[str, tuple[Dim | None, ...]]
 """A tensor's type and sizes, as a manifest or a graph declares them."""
 
 
-def declared(signature: Iterable[Tensor]) -> dict[str, Interface]:
+def interfaces(signature: Iterable[Tensor]) -> dict[str, Interface]:
     """The types and sizes of tensors, by name."""
     return {str(tensor): (tensor.dtype, tensor.dims) for tensor in signature}
 
 
-def in_words(interface: Interface | None) -> str:
-    """A tensor's type and sizes, for an error."""
+def describe(interface: Interface | None) -> str:
+    """Describes a tensor's type and sizes, for an error."""
     return "absent" if interface is None else f"{interface[0]}[{', '.join(map(str, interface[1]))}]"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, RequestError
 from specexport.contract.model import CacheLayer, Model
-from specexport.contract.plugins import load, offered
+from specexport.contract.plugins import installed, load
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import caches
 from specexport.runtime.bundle import Bundle
@@ -310,8 +310,8 @@ def open_backend(bundle: Bundle, options: BackendOptions) -> Backend:
         RequestError: ``gpu_memory_utilization`` is out of range.
     """
     name, share = options.name or bundle.manifest.backend, options.gpu_memory_utilization
-    if name not in offered(GROUP):
-        raise BackendError(f"there is no backend {name!r}; expected one of {', '.join(offered(GROUP))}")
+    if name not in installed(GROUP):
+        raise BackendError(f"there is no backend {name!r}; expected one of {', '.join(installed(GROUP))}")
     if not 0 < share <= 1:
         raise RequestError(f"gpu_memory_utilization is {share!r}; expected a number in (0, 1]")
     backend: Backend = load(GROUP, name)(bundle, replace(options, name=name))

@@ -15,7 +15,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BundleError
 from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
-from specexport.contract.signature import Interface, cache_inputs, cache_outputs, declared, in_words
+from specexport.contract.signature import Interface, cache_inputs, cache_outputs, describe, interfaces
 from specexport.contract.tensors import DECLARED
 from specexport.runtime.backend import TILE, Array, BackendOptions, Buffers, Graph, RunShape
 from specexport.runtime.backends.onnxruntime.cache import GrowingCache, Rows
@@ -343,9 +343,9 @@ def _require_declared(path: Path, session: Any, model: Model, lowering: LoweredA
     # The smallest of the points with all stages.
     point = min(points, key=lambda point: (-point.drafts, point.sizes["B"], point.tokens, point.cache))
     inputs, outputs = buffers(point)
-    _compare(path, "input", session.get_inputs(), _of(inputs) | declared(cache_inputs(model)))
+    _compare(path, "input", session.get_inputs(), _of(inputs) | interfaces(cache_inputs(model)))
     returned = cache_outputs(model.cache, model.states, lowering, "F")
-    _compare(path, "output", session.get_outputs(), _of(outputs) | declared(returned))
+    _compare(path, "output", session.get_outputs(), _of(outputs) | interfaces(returned))
 
 
 def _of(arrays: Mapping[str, Array]) -> dict[str, Interface]:
@@ -364,7 +364,7 @@ def _compare(path: Path, kind: str, values: Sequence[Any], expected: Mapping[str
         if field in ("cache", "states"):
             field = f"{field}[{index}]"
         raise BundleError(
-            f"{path}: {kind} {name!r} is {in_words(actual.get(name))}, but {in_words(expected.get(name))} by {field} "
+            f"{path}: {kind} {name!r} is {describe(actual.get(name))}, but {describe(expected.get(name))} by {field} "
             "of the manifest; build the bundle again"
         )
 
