@@ -45,7 +45,7 @@ class SpecExportError(Exception):
     Messages may quote libraries and files, so they are reduced to one line of printable characters.
     """
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, message: str) -> None:
         line = " ".join(message.split())
         printable = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
         super().__init__(printable if len(printable) <= _LONGEST else printable[:_LONGEST] + "…")

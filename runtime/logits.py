@@ -78,7 +78,7 @@ class _OutputProcessor(LogitsProcessor):
 class Penalties(_OutputProcessor):
     """Applies biases, penalties and the minimum length; see :class:`~specexport.runtime.params.SamplingParams`.
 
-    Tokens in ``ends`` are forbidden before the output has ``min_tokens`` tokens, by default the parameters' number.
+    Tokens in ``ends`` are forbidden before the output has ``min_tokens`` tokens.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Penalties(_OutputProcessor):
         prompt: Sequence[int],
         ends: Sequence[int],
         vocab_size: int,
-        min_tokens: int | None = None,
+        min_tokens: int,
     ) -> None:
         super().__init__(prompt)
         self._params = params
-        self._min_tokens = params.min_tokens if min_tokens is None else min_tokens
+        self._min_tokens = min_tokens
         self._ends = _in_vocabulary(ends, vocab_size)
         self._biased = np.array(list(params.logit_bias), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)

@@ -313,7 +313,7 @@ def heads_of(source: str, model: Checkpoint) -> MedusaHeads:
     return read_medusa(expanded(source)).load(hidden=hidden, vocab=model.vocab_size)
 
 
-def path_weight(heads: HeadsOutline, base: tuple[float, ...] = ()) -> Callable[[tuple[int, ...]], float]:
+def path_weight(heads: HeadsOutline, base: tuple[float, ...]) -> Callable[[tuple[int, ...]], float]:
     """A function that returns the probability of a path of ranks, by measured or else by published accuracies.
 
     ``base`` are the probabilities of the depths before the heads' depths.

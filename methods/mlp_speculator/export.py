@@ -331,7 +331,7 @@ def _path_weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], floa
     return weight
 
 
-def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:
+def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs) -> ir.Model:
     """The propose graph of an MLP speculator (:class:`~specexport.methods.mlp_speculator.graph.SpeculatorModule`)."""
     inputs: trace.Inputs = [*speculator_inputs(len(speculator), speculator.hidden), tensors.SAMPLING]
     outputs = stage_outputs("M", len(speculator), "T")

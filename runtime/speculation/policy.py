@@ -308,7 +308,8 @@ class MeasuredPolicy(SpeculationPolicy):
 
         ``kind`` is the acceptance class of the trees.
         """
-        heat = _heat(request)
+        params = request.view.params
+        heat = 0.0 if params.greedy else min(params.temperature, 2.0)
         everyone = self._everyone.acceptance(method, (kind, round(2 * heat)), prior=PRIOR / max(1.0, heat))
         return request.history.acceptance(method, kind, everyone), everyone
 
@@ -384,10 +385,6 @@ class MeasuredPolicy(SpeculationPolicy):
 def _steps(request: Request, gain: float) -> float:
     """The steps over which the cost of a draft's reading is spread, if each is expected to gain ``gain`` tokens."""
     return min(max(request.remaining / (1.0 + gain), 1.0), _STEPS_AHEAD)
-
-
-def _heat(request: Request) -> float:
-    return 0.0 if request.view.params.greedy else min(request.view.params.temperature, 2.0)
 
 
 def _at_least(sizes: Sequence[int], least: int) -> int:

@@ -14,6 +14,8 @@ from specexport.contract.errors import BackendError
 
 _NO_DEVICE = ("cudaErrorNoDevice", "cudaErrorInsufficientDriver", "cudaErrorStubLibrary", "cudaErrorInvalidDevice")
 _GIB = 1 << 30
+DEVICE = 0
+"""CUDA's number for the device in use, the first of ``CUDA_VISIBLE_DEVICES``."""
 T = TypeVar("T")
 
 
@@ -23,9 +25,8 @@ class OutOfDeviceMemoryError(BackendError):
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """A GPU: its index and name, its compute capability, such as ``(8, 9)``, and its bytes of memory."""
+    """A GPU: its name, its compute capability, such as ``(8, 9)``, and its bytes of memory."""
 
-    index: int
     name: str
     capability: tuple[int, int]
     total: int
@@ -35,7 +36,7 @@ class CudaDevice:
 
 
 class Cuda:
-    """The CUDA runtime on one device, which becomes the calling thread's current one.
+    """The CUDA runtime on the first device, which becomes the calling thread's current one.
 
     Addresses and handles are plain integers. Every call raises on any status but success.
 
@@ -44,26 +45,23 @@ class Cuda:
         device: the device.
 
     Raises:
-        BackendError: there is no driver or no such device; gives the remedy.
+        BackendError: there is no driver or no device; gives the remedy.
     """
 
-    def __init__(self, bindings: Any, index: int = 0) -> None:
+    def __init__(self, bindings: Any) -> None:
         self.bindings = bindings
-        count = self.call("cudaGetDeviceCount")
-        if index >= count:
-            raise BackendError(f"there is no GPU {index}; CUDA sees {count}. See nvidia-smi and CUDA_VISIBLE_DEVICES")
-        self.call("cudaSetDevice", index)
+        self.call("cudaGetDeviceCount")  # fails without a driver or a device
+        self.call("cudaSetDevice", DEVICE)
         kinds = bindings.cudaDeviceAttr
-        major = self.call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMajor, index)
-        minor = self.call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMinor, index)
-        name = self.call("cudaGetDeviceProperties", index).name
-        self.device = CudaDevice(
-            index, name.decode() if isinstance(name, bytes) else str(name), (major, minor), self.memory()[1]
-        )
+        major = self.call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMajor, DEVICE)
+        minor = self.call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMinor, DEVICE)
+        name = self.call("cudaGetDeviceProperties", DEVICE).name
+        text = name.decode() if isinstance(name, bytes) else str(name)
+        self.device = CudaDevice(text, (major, minor), self.memory()[1])
 
     @classmethod
-    def load(cls, index: int = 0) -> Cuda:
-        """Opens a device through the installed ``cuda-bindings``.
+    def load(cls) -> Cuda:
+        """Opens the device through the installed ``cuda-bindings``.
 
         Raises:
             BackendError: the package, a driver or the device is missing.
@@ -75,7 +73,7 @@ class Cuda:
                 f"cuda-bindings is not installed ({error}), and GPU backends need it; install it with: "
                 "pip install 'specexport[gpu]'"
             ) from error
-        return cls(bindings, index)
+        return cls(bindings)
 
     def memory(self) -> tuple[int, int]:
         """Bytes of device memory: free, total."""

@@ -17,6 +17,7 @@ from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tensors import CARRIED, COLLECTIVES
 from specexport.contract.values import counted
+from specexport.runtime.backends.cuda.api import DEVICE
 from specexport.runtime.backends.cuda.library import CACHE_TYPES, Enqueue, Library
 from specexport.runtime.backends.cuda.memory import Device, Region, Tensor, align
 from specexport.runtime.backends.cuda.nccl import Communicator
@@ -131,7 +132,7 @@ class OnnxRuntimeLibrary(Library):
         options.log_severity_level = 3
         options.add_session_config_entry(_RECORD_ASSIGNMENT, "1")
         provider = {
-            "device_id": str(self._device.cuda.device.index),
+            "device_id": str(DEVICE),
             "user_compute_stream": str(self._device.stream.handle),
             "gpu_mem_limit": str(max(0, self._device.budget.available)),
             "arena_extend_strategy": "kSameAsRequested",
@@ -245,8 +246,8 @@ class SessionExecutor:
         sessions: Mapping[ShapePoint, Sequence[Any]],
         cache_dtype: np.dtype[Any],
         device: Device,
-        ranks: int = 0,
-        communicator: Communicator | None = None,
+        ranks: int,
+        communicator: Communicator | None,
     ) -> None:
         self._ort = ort
         self._sessions = dict(sessions)
@@ -278,7 +279,7 @@ class SessionExecutor:
                         raise BackendError(f"the graph has a tensor {value.name!r}, which no graph of a bundle has")
                     tensor = arrays[value.name]
                     kind = _BFLOAT16 if tensor.dtype == CACHE_TYPES["bf16"] else tensor.dtype.type
-                    bind(value.name, "cuda", self._device.cuda.device.index, kind, tensor.shape, tensor.address)
+                    bind(value.name, "cuda", DEVICE, kind, tensor.shape, tensor.address)
             returned = [value.name for value in session.get_outputs()]
             collectives = [name for name in returned if name in outputs and name.startswith(COLLECTIVES)]
             runs.append((session, binding, collectives))

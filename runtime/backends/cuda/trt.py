@@ -143,7 +143,7 @@ class EngineExecutor:
         folder: Path,
         engines: Sequence[CompiledEngine],
         kernels: CompiledKernels | None,
-        communicator: Communicator | None = None,
+        communicator: Communicator | None,
     ) -> None:
         self._trt = trt
         self._stream = stream
