@@ -115,11 +115,7 @@ def measure(
         most = widths[-1]
         if batch > target.sizes[0]:
             most = max(_WIDER * most // batch, widths[min(1, len(widths) - 1)])
-        trials: dict[Key, Trial] = {
-            ("", width): _step(fixed, _views(text, batch, TokenTree.chain(width), _FIXED))
-            for width in widths
-            if width <= most or width == widths[-1]
-        }
+        trials = _steps(fixed, text, batch, [width for width in widths if width <= most or width == widths[-1]])
         for name, loaded in loaded_methods.items():
             trees = loaded.method.smaller_trees(manifest.target)
             for tree in [tree for tree in trees if len(tree) <= most] or trees[-1:]:
@@ -135,11 +131,8 @@ def measure(
         batch_time = sum(costs.values())
     longer: dict[Key, float] = {}
     if len(longer_text) > len(text):
-        ends: dict[Key, Trial] = {
-            ("", width): _step(fixed, _views(longer_text, target.sizes[0], TokenTree.chain(width), _FIXED))
-            for width in sorted({widths[0], widths[-1]})
-        }
-        longer = _in_turns(ends, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
+        trials = _steps(fixed, longer_text, target.sizes[0], sorted({widths[0], widths[-1]}))
+        longer = _in_turns(trials, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
     for slot in range(target.sizes[-1]):
         target.copy(slot, slot, 0)
         for loaded in loaded_methods.values():
@@ -154,13 +147,7 @@ def measure(
         noise=statistics.median(noise),
     )
     if program.fuses:
-        verify = Costs(curve).step
-        for name, whole_steps in proposals.items():
-            extra = loaded_methods[name].method.extra_nodes
-            proposals[name] = [
-                replace(cost, seconds=max(cost.seconds - verify(cost.batch, extra + cost.tokens, len(text)), _LEAST))
-                for cost in whole_steps
-            ]
+        proposals = {name: _proposing(curve, loaded_methods[name].method, whole) for name, whole in proposals.items()}
     methods = tuple(
         MethodCosts(method=name, propose=_rising(measured), read=reads[name])
         for name, measured in proposals.items()
@@ -199,15 +186,16 @@ def _views(text: Sequence[int], slots: int, tree: TokenTree, method: str) -> lis
     return [SlotView(slot, list(text), _GREEDY, noise, tree, text[:_PERIOD], method) for slot in range(slots)]
 
 
-def _step(program: StepProgram, views: Sequence[SlotView]) -> Trial:
-    """A step without proposing. It does not grow the text, so it can be repeated and writes the same cache rows."""
+def _steps(fixed: StepProgram, text: Sequence[int], batch: int, widths: Sequence[int]) -> dict[Key, Trial]:
+    """Steps of these widths. They do not grow the text, so they can be repeated and write the same cache rows."""
 
-    def trial() -> float:
+    def step(views: Sequence[SlotView]) -> float:
         start = time.perf_counter()
-        step = program.step(views)
-        return time.perf_counter() - start - step.propose
+        result = fixed.step(views)
+        return time.perf_counter() - start - result.propose
 
-    return trial
+    chains = {width: TokenTree.chain(width) for width in widths}
+    return {("", width): partial(step, _views(text, batch, tree, _FIXED)) for width, tree in chains.items()}
 
 
 def _timed(call: Callable[[], object]) -> Trial:
@@ -275,6 +263,16 @@ def _in_turns(
     least = {key: max(min(durations), _LEAST) for key, durations in times.items()}
     noise += [statistics.median(durations) / least[key] for key, durations in times.items()]
     return least
+
+
+def _proposing(curve: CostCurve, method: Method, whole_steps: Sequence[Cost]) -> list[Cost]:
+    """The costs of proposing: the costs of whole steps less those of verifying."""
+
+    def seconds(cost: Cost) -> float:
+        return cost.seconds - verify(cost.batch, method.extra_nodes + cost.tokens, curve.text)
+
+    verify = Costs(curve).step
+    return [replace(cost, seconds=max(seconds(cost), _LEAST)) for cost in whole_steps]
 
 
 def _rising(costs: Sequence[Cost]) -> tuple[Cost, ...]:
