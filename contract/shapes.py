@@ -49,14 +49,7 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of a master's symbolic dimensions at this point."""
-        return {
-            "B": self.batch,
-            "T": self.tokens,
-            "S": self.cache,
-            "R": self.rows,
-            "K": self.drafts,
-            "F": self.fed,
-        }
+        return {"B": self.batch, "T": self.tokens, "S": self.cache, "R": self.rows, "K": self.drafts, "F": self.fed}
 
     def size(self, dim: int | str) -> int:
         """The length of an axis named by a symbol such as ``T``, or by a sum or product such as ``S + 2*T``.

@@ -36,13 +36,7 @@ class GraphSignature:
         )
 
 
-STEP_INPUTS = (
-    tensors.INPUT_IDS,
-    tensors.POSITION_IDS,
-    tensors.TREE_MASK,
-    tensors.PAST_LENGTH,
-    tensors.LOGITS_ROWS,
-)
+STEP_INPUTS = (tensors.INPUT_IDS, tensors.POSITION_IDS, tensors.TREE_MASK, tensors.PAST_LENGTH, tensors.LOGITS_ROWS)
 
 
 def step_signature(

@@ -245,10 +245,7 @@ class Engine:
         return SamplingParams(**model | {"rules": rules} | overrides)
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculative: SpeculativeLike | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, speculative: SpeculativeLike | None = None
     ) -> Stream:
         """Starts a request; iterating the returned stream yields its text.
 
@@ -340,10 +337,7 @@ class Engine:
         return request
 
     def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculative: SpeculativeLike | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, speculative: SpeculativeLike | None = None
     ) -> Completion:
         """Runs a request to its end; see :meth:`stream`."""
         return complete(self.stream(prompt, params, speculative))

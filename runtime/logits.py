@@ -82,12 +82,7 @@ class Penalties(_OutputProcessor):
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        prompt: Sequence[int],
-        ends: Sequence[int],
-        vocab_size: int,
-        min_tokens: int,
+        self, params: SamplingParams, prompt: Sequence[int], ends: Sequence[int], vocab_size: int, min_tokens: int
     ) -> None:
         super().__init__(prompt)
         self._params = params

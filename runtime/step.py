@@ -31,11 +31,7 @@ class HostProgram:
     fuses = False
 
     def __init__(
-        self,
-        manifest: Manifest,
-        target: Graph,
-        loaded_methods: Mapping[str, LoadedMethod],
-        execution: str = "host",
+        self, manifest: Manifest, target: Graph, loaded_methods: Mapping[str, LoadedMethod], execution: str = "host"
     ) -> None:
         self.sizes = target.sizes
         self._execution = execution

@@ -34,14 +34,7 @@ from specexport.exporter.checkpoints.stored import (
     shapes_of,
     stored_tensors,
 )
-from specexport.exporter.method import (
-    Agreement,
-    Array,
-    MethodExporter,
-    TargetInfo,
-    Verification,
-    vocabulary,
-)
+from specexport.exporter.method import Agreement, Array, MethodExporter, TargetInfo, Verification, vocabulary
 from specexport.exporter.options import BuildOptions
 from specexport.graphs.propose import MAX_TOP_K
 from specexport.methods.medusa.graph import HeadCandidates, MedusaHeads

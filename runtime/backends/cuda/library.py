@@ -137,9 +137,6 @@ class Library(ABC):
 
     @abstractmethod
     def _open(
-        self,
-        graph: Model | ProgramGraph,
-        engines: Sequence[CompiledEngine],
-        communicator: Communicator | None,
+        self, graph: Model | ProgramGraph, engines: Sequence[CompiledEngine], communicator: Communicator | None
     ) -> Executor:
         """Opens these engines of a graph; see :meth:`open`."""

@@ -93,10 +93,7 @@ class OnnxRuntimeLibrary(Library):
         self._counted: set[str] = set()
 
     def _open(
-        self,
-        graph: Model | ProgramGraph,
-        engines: Sequence[CompiledEngine],
-        communicator: Communicator | None,
+        self, graph: Model | ProgramGraph, engines: Sequence[CompiledEngine], communicator: Communicator | None
     ) -> SessionExecutor:
         """Opens a graph: a model's once, as every session has a copy of the weights.
 

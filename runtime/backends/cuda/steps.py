@@ -60,11 +60,7 @@ class Steps:
     """
 
     def __init__(
-        self,
-        device: Device,
-        target: DeviceGraph,
-        graphs: ProgramGraphs,
-        variants: Sequence[StepVariant],
+        self, device: Device, target: DeviceGraph, graphs: ProgramGraphs, variants: Sequence[StepVariant]
     ) -> None:
         self._device = device
         self._target = target

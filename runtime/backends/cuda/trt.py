@@ -229,10 +229,7 @@ class EngineLibrary(Library):
         self._kernels = CompiledKernels(bundle, device) if name == "tensorrt-rtx" else None
 
     def _open(
-        self,
-        graph: Model | ProgramGraph,
-        engines: Sequence[CompiledEngine],
-        communicator: Communicator | None,
+        self, graph: Model | ProgramGraph, engines: Sequence[CompiledEngine], communicator: Communicator | None
     ) -> EngineExecutor:
         trt = import_tensorrt(self.name)
         if self._kernels is not None:
