@@ -115,7 +115,7 @@ class DeviceDraft(Protocol):
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
         """The row with q of each node of a tree but the root, in a run with T = ``tokens``, int64 ``[N-1]``."""
 
-    def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
+    def commit(self, view: SlotView, drafted: Sequence[int]) -> None:
         """Commits a run's rows of the text and of the accepted draft tokens."""
 
 

@@ -88,7 +88,7 @@ class KeptStates:
         named = zip(self._names.values(), blocks, strict=True)
         return {f"{kind}_{name}": part for names, block in named for name, part in zip(names, block, strict=True)}
 
-    def reach(self, slot: int, tokens: int) -> bool:
+    def can_continue(self, slot: int, tokens: int) -> bool:
         """Whether a text may continue after ``tokens`` of a slot's tokens."""
         return self._seen[slot] <= tokens and self._written[slot] - tokens <= self.back
 

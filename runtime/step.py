@@ -204,7 +204,7 @@ class HostProgram:
 
     def move(self, source: int, to: int, method: str | None) -> None:
         self._target.copy(source, to, self._target.filled(source))
-        for proposer in self._used(method):
+        for proposer in self._proposers_of(method):
             proposer.move(source, to)
 
     def share(self, source: int, to: int, tokens: int) -> None:
@@ -219,10 +219,10 @@ class HostProgram:
             loaded.proposer.shrink_cache(rows)
 
     def release(self, slot: int, method: str | None) -> None:
-        for proposer in self._used(method):
+        for proposer in self._proposers_of(method):
             proposer.release(slot)
 
-    def _used(self, method: str | None) -> list[Proposer]:
+    def _proposers_of(self, method: str | None) -> list[Proposer]:
         """The proposers that may hold state for a slot: its method's, and all look-ups'."""
         loaded = self._loaded_methods.items()
         return [s.proposer for name, s in loaded if name == method or not s.method.needs_graph]

@@ -96,7 +96,7 @@ class DraftModelProposer(ReadingProposer):
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
         return chain_rows(tree)
 
-    def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
+    def commit(self, view: SlotView, drafted: Sequence[int]) -> None:
         """See :class:`DeviceDraft`; ``drafted`` are the accepted tokens that were inputs of the run."""
         self._keep(view, CATCH_UP_TOKENS, drafted)
 

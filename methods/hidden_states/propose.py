@@ -156,7 +156,7 @@ class StatesProposer(Proposer):
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
         return chain_rows(tree)
 
-    def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
+    def commit(self, view: SlotView, drafted: Sequence[int]) -> None:
         """See :class:`DeviceDraft`; drops the rows of draft tokens, which were not computed from target's states."""
         self._keep(view, self._unread(view))
 

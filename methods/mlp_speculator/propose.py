@@ -76,8 +76,8 @@ class MlpSpeculatorProposer(SlotProposer[Floats]):
         below = [(tree.depths[parent], place[parent]) for parent in tree.parents[1:]]
         return np.array([1 + (stage - 1) * tokens + at if stage else 0 for stage, at in below], np.int64)
 
-    def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
-        """See :class:`DeviceDraft`; there is no cache to keep."""
+    def commit(self, view: SlotView, drafted: Sequence[int]) -> None:
+        """See :class:`DeviceDraft`; there is no cache."""
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
         self._slots[slot] = outputs[tensors.HIDDEN][row].copy()

@@ -168,7 +168,7 @@ class DeviceProgram:
             self._target.commit(view.slot, past, [0, *path])
         if part.draft is not None:
             fed = [token for node, token in zip(path, new, strict=False) if tree.ranks[node] == 0]
-            part.draft.keep(view, fed[: tree.depth - 1])
+            part.draft.commit(view, fed[: tree.depth - 1])
         if view.method is not None:
             outputs = self._target.buffers(variant.shape).outputs.host
             observed = {name: outputs[name][view.slot] for name in read_back(outputs)}

@@ -60,7 +60,7 @@ class Drafting:
         """The buffers and launches of the draft's run."""
         return self.graph.buffers(self.shape)
 
-    def holds(self, tree: TokenTree) -> bool:
+    def can_fill(self, tree: TokenTree) -> bool:
         """Whether it can fill a tree, also a smaller one, as draft tokens beyond the tree are never accepted."""
         largest = self.tree
         fits = len(tree) <= len(largest) and tree.depth <= largest.depth and tree.level_width <= largest.level_width
@@ -201,7 +201,7 @@ class StepVariants:
     def for_draft(self, at: int, method: str, trees: Collection[TokenTree]) -> StepVariant | None:
         """The variant in which a draft fills the trees on the device; None if there is none."""
         variants = self._drafted.get((at, method), ())
-        return next((v for v in variants if v.drafting and all(map(v.drafting.holds, trees))), None)
+        return next((v for v in variants if v.drafting and all(map(v.drafting.can_fill, trees))), None)
 
     def _at_least(self, at: int, length: int) -> StepVariant | None:
         fits = [captured for index, captured in self._verified if index == at and captured >= length]

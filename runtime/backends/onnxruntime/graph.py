@@ -191,7 +191,7 @@ class OnnxRuntimeGraph(Graph):
 
     def reusable(self, slot: int, rows: int) -> int:
         rows = super().reusable(slot, rows)
-        return rows if self._states is None or self._states.reach(slot, rows) else 0
+        return rows if self._states is None or self._states.can_continue(slot, rows) else 0
 
     def _require(self, point: ShapePoint) -> ShapePoint:
         # The session runs the master, whose dimensions are free: T may differ from that of a built point.
