@@ -57,7 +57,7 @@ def train_dflash(options: DFlashTraining, log: Log) -> dict[str, Any]:
 
 
 def new_draft(options: DFlashTraining, target: TrainingModel, states: tuple[int, ...]) -> DFlashDraft:
-    """A draft with the attention heads of a target, drawn from torch's global generator.
+    """A new draft with the attention heads of a target, initialized from torch's global generator.
 
     Its embedding and head are the target's and are not trained.
 

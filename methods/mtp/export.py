@@ -152,7 +152,7 @@ def read_mtp(source: str) -> MTPOutline:
     """Reads the configuration of a target's MTP layer, without its weights.
 
     Raises:
-        BuildError: there is none, or several; names the field or the tensors.
+        BuildError: there is no such layer, or several; names the field or the tensors.
     """
     folder = locate(source)
     config = copy.deepcopy(read_model_config(folder))
@@ -201,7 +201,7 @@ def _joined(shape: tuple[int, ...], parts: list[StoredTensor], path: Path) -> to
 
 
 class MTPExporter(OwnStateExporter[MTPOptions, MTP]):
-    """Exports the layer that follows the target's last one."""
+    """Exports the MTP layer, which follows the target's last layer."""
 
     title: ClassVar[str] = "MTP layer"
     read = staticmethod(read_mtp)

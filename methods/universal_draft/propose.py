@@ -1,4 +1,4 @@
-"""A draft with another tokenizer: texts are translated between its tokens and the target's."""
+"""Proposes with a draft that has another tokenizer: translates texts between its tokens and the target's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specexport.runtime.text import TextStream
 
 _GREEDY = SamplingParams(temperature=0.0)
 _OVERLAP = 12
-"""Tokens before a continuation that are encoded together with it, as tokenization depends on the preceding text."""
+"""Tokens before a continuation that are encoded with it, as a tokenization depends on the text before."""
 _UNFINISHED = "\ufffd"
 
 
@@ -25,6 +25,9 @@ class _Text:
     """The decoded text of a slot.
 
     Attributes:
+        stream: decodes the target's tokens.
+        text: the text so far.
+        read: number of tokens decoded so far.
         complete: whether the text ends at a character's end.
     """
 
@@ -42,11 +45,10 @@ class _Text:
 
 
 class UniversalDraftProposer(SlotProposer[_Text]):
-    """Proposes a draft model's continuation in the target's tokens (universal assisted decoding, Timor et al., arXiv
-    2502.05202).
+    """Proposes a draft model's continuation in the target's tokens (Timor et al., arXiv 2502.05202).
 
-    The draft takes its most probable tokens, whatever the request's sampling, so that proposals depend on the text
-    alone (q = 1). Each step encodes the whole text with the draft's tokenizer; the draft reads only the changed tokens.
+    The draft takes its most probable tokens, whatever the request's sampling, so that proposals depend only on the text
+    (q = 1). Each step encodes the whole text with the draft's tokenizer; the draft reads only the changed tokens.
     It proposes nothing if the text ends within a character or does not fit the draft's cache.
     """
 
