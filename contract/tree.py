@@ -189,7 +189,7 @@ class TokenTree:
             depths[node] = depths[parent] + 1
         return depths
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Distance of the deepest node from the root."""
         return int(self.depths.max())
