@@ -66,8 +66,8 @@ class SlotView:
 
 
 @dataclass(frozen=True)
-class Window:
-    """The tokens of a step that runs further tokens besides the draft tokens.
+class WiderStep:
+    """The tokens of a step that runs extra nodes besides the draft tokens.
 
     Attributes:
         tokens: int64 ``[T-1]``, the tokens of nodes 1..T-1: first the draft tokens.
@@ -87,14 +87,14 @@ class Proposal:
         tree: their tree; node 0 is the last committed token.
         q: the distributions they were drawn from; None if they were chosen without drawing (q = 1).
         candidates: int64 ``[depth,M]``, the candidates at each depth of the tree, most probable first.
-        window: the step's tokens if it runs further tokens, which are never accepted; else None.
+        wider: the step's tokens if it runs extra nodes, which are never accepted; else None.
     """
 
     tokens: Ints
     tree: TokenTree
     q: Distributions | None
     candidates: Ints
-    window: Window | None = None
+    wider: WiderStep | None = None
 
 
 class DeviceDraft(Protocol):

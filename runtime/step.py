@@ -79,7 +79,7 @@ class HostProgram:
 
         All slots run as many tokens as the widest tree; the nodes of a smaller tree do not see the padding.
         """
-        to_verify = {slot: proposal.window or proposal for slot, proposal in proposals.items()}
+        to_verify = {slot: proposal.wider or proposal for slot, proposal in proposals.items()}
         slots = window([view.slot for view in views], self.sizes)
         widest = max((len(step.tree) for step in to_verify.values()), default=1)
         width = self._target.step_width(len(slots), widest)

@@ -89,11 +89,11 @@ def test_guesses_precede_the_window_and_share_prefixes() -> None:
     first, other = proposals[0], proposals[1]
     assert first.tokens.tolist() == [6, 7, 8, 2, 3, 5, 4]
     assert first.tree.parents == (-1, 0, 1, 2, 0, 4, 5, 5)
-    assert first.window.tree.parents[: len(first.tree)] == first.tree.parents
-    assert first.window.tokens[:7].tolist() == first.tokens.tolist()
-    assert set(first.window.tokens[7:].tolist()) <= set(text)
+    assert first.wider.tree.parents[: len(first.tree)] == first.tree.parents
+    assert first.wider.tokens[:7].tolist() == first.tokens.tolist()
+    assert set(first.wider.tokens[7:].tolist()) <= set(text)
     # The smallest declared step that holds the root, 7 guessed tokens, and the 6 of a window of one level.
-    assert len(first.window.tree) == 15
+    assert len(first.wider.tree) == 15
     assert (len(other.tokens), len(other.window.tree)) == (0, 15)
     fewer = proposer.propose([view(text, 1)])[0]
     assert fewer.tokens.tolist() == [6, 7, 8]

@@ -12,7 +12,7 @@ from specexport.contract.tree import TokenTree
 from specexport.methods.lookahead.spec import Lookahead
 from specexport.runtime.backend import Array
 from specexport.runtime.prompt import is_embedding
-from specexport.runtime.proposal import Opening, Proposal, Proposer, SlotProposer, SlotView, Window
+from specexport.runtime.proposal import Opening, Proposal, Proposer, SlotProposer, SlotView, WiderStep
 
 _SEED = 0
 """Seed of the window's first tokens, drawn from the prompt. They affect only acceptance, so they do not depend on the
@@ -146,7 +146,7 @@ class LookaheadProposer(SlotProposer[_Slot]):
         width = next(width for width in self._widths if width > len(tokens))
         spare = width - 1 - len(tokens)
         tokens += [max(root, _SPARE)] * spare
-        step = Window(np.array(tokens, np.int64), TokenTree((-1, *parents, *[0] * spare)))
+        step = WiderStep(np.array(tokens, np.int64), TokenTree((-1, *parents, *[0] * spare)))
         ahead = np.full((tree.depth, max(1, len(guesses))), -1, np.int64)
         for rank, guess in enumerate(guesses):
             ahead[:, rank] = guess

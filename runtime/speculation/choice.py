@@ -54,8 +54,8 @@ class Fit:
     acceptance_class: int
 
     @property
-    def windowed(self) -> bool:
-        """Whether the step also runs nodes outside the tree: it is then as wide even if nothing was proposed."""
+    def has_extra_nodes(self) -> bool:
+        """Whether the step also runs nodes outside the tree; it is then as wide even if nothing was proposed."""
         return self.width > self.nodes
 
 

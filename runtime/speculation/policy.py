@@ -344,7 +344,7 @@ class MeasuredPolicy(SpeculationPolicy):
                     acceptance.learn(depth, matching)
             if fit is None or request.view.lookup is not None:
                 history.unread += len(outcome.tokens)
-            elif outcome.drafted or fit.windowed:
+            elif outcome.drafted or fit.has_extra_nodes:
                 for acceptance in self._acceptance(request, request.view.method, fit.acceptance_class):
                     acceptance.learn(outcome.depth or fit.depth, outcome.accepted)
                 history.unread = 0
@@ -363,7 +363,7 @@ class MeasuredPolicy(SpeculationPolicy):
 
         If a draft proposed in the target's run, there is one time for both, which refines the cost of proposing.
         """
-        as_chosen = (outcomes[request].drafted or fit.windowed for request, fit in self._chosen.items())
+        as_chosen = (outcomes[request].drafted or fit.has_extra_nodes for request, fit in self._chosen.items())
         if not all(as_chosen):
             return
         width = _at_least(self._widths, max((fit.width for fit in self._chosen.values()), default=1))

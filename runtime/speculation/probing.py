@@ -73,7 +73,7 @@ class Probe:
     def settle(self, budget: float, outcomes: Mapping[Request, Outcome]) -> float:
         """The method's budget after the step: a probe spends its cost and earns the value of its accepted tokens."""
         if self.taken:
-            verified = any(outcomes[request].drafted or fit.windowed for request, fit in self.fits.items())
+            verified = any(outcomes[request].drafted or fit.has_extra_nodes for request, fit in self.fits.items())
             accepted = sum(outcomes[request].accepted for request in self.fits)
             budget += accepted * self.token - (self.cost if verified else self.read)
         return min(budget + self.income, self.cost)
