@@ -242,11 +242,11 @@ class Backend(Protocol):
 
     @property
     def execution(self) -> str:
-        """How work reaches the device; see ``Stats.execution``."""
+        """The way in which work reaches the device; see ``Stats.execution``."""
 
     @property
     def fallback(self) -> str:
-        """Why work does not reach the device in a faster way; empty if there is no faster way."""
+        """The reason why work does not reach the device in a faster way; empty if there is no faster way."""
 
     @property
     def default_slots(self) -> int:
@@ -265,7 +265,7 @@ class Backend(Protocol):
         """An identifier of the build of our kernels, for which measurements hold; empty if they are not used."""
 
     def inexact(self, target: Graph) -> str:
-        """Why texts may differ from plain decoding's when two tokens are about equally likely; empty if exact."""
+        """The reason why texts may differ from plain decoding's at nearly equally likely tokens; empty if exact."""
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> Graph:
         """Loads a model's graph, with a cache of ``slots`` slots, one of the bundle's batch sizes.

@@ -180,7 +180,7 @@ class Engine:
 
     @property
     def inexact(self) -> str:
-        """Why texts may differ from plain decoding's when two tokens are about equally likely; empty if exact."""
+        """The reason why texts may differ from plain decoding's at nearly equally likely tokens; empty if exact."""
         return self.backend.inexact(self._target)
 
     def __enter__(self) -> Engine:
@@ -213,7 +213,7 @@ class Engine:
         self._grammars.prepare()
 
     def stall_reason(self, timeout: float) -> str | None:
-        """Why requests make no progress, such as a turn of more than ``timeout`` seconds; None if they do."""
+        """The reason why requests make no progress, such as a turn longer than ``timeout`` seconds; None if they do."""
         return self._scheduler.stall_reason(timeout)
 
     def defaults(self) -> SamplingParams:

@@ -32,7 +32,7 @@ else:  # the types that they are converted to
 
 
 class SamplingParams(Options, frozen=True):
-    """How to continue one prompt. Names and meanings are vLLM's.
+    """The parameters for continuing one prompt. Names and meanings are vLLM's.
 
     ``logit_bias`` comes first, then the penalties in the order repetition, frequency, presence. Filters follow in the
     order temperature, top-k, top-p, min-p, for the target's distribution p and the draft's q alike. At a node of a tree

@@ -316,7 +316,7 @@ def drawn(tree: TokenTree, rows: Ints, tokens: Ints, ids: Ints, probs: Floats) -
 
 @dataclass(frozen=True)
 class Opening:
-    """What a proposer is opened from: an opened bundle and backend, and the number of slots."""
+    """Resources for opening proposers: the bundle, the backend, and the number of slots."""
 
     bundle: Bundle
     backend: Backend

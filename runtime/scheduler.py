@@ -45,7 +45,7 @@ class Scheduler:
         self._failed = 0  # number of failed turns since the last that succeeded
 
     def stall_reason(self, timeout: float) -> str | None:
-        """Why requests make no progress; None if they do.
+        """The reason why requests make no progress; None if they do.
 
         Args:
             timeout: seconds after which a turn counts as stuck.

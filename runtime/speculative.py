@@ -1,4 +1,4 @@
-"""How a request speculates, and which methods a bundle offers."""
+"""The speculation of a request: its options, the choice of its method and tree, and a bundle's methods."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _speculation = partial(option, group="speculation")
 
 
 class Speculative(Options, frozen=True, kw_only=True):
-    """How a request speculates; fields left out are the engine's default.
+    """Options of a request's speculation; by default the engine's.
 
     Attributes:
         method: how to speculate: a method the bundle was built for, or one that needs no graph, such as ngram or

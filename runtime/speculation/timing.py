@@ -49,7 +49,7 @@ _FIXED = "fixed"
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the finished rounds and all rounds."""
 Key = tuple[str, int]
-"""What is timed: the name of a method and the nodes of its tree; or no name, and T of a step without proposing."""
+"""Name of a timed call: a method's name and the nodes of its tree; or no name, and T of a step without proposing."""
 Trial = Callable[[], float]
 """Runs a call once and returns the seconds that it took."""
 

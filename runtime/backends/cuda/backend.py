@@ -65,7 +65,7 @@ class CudaBackend:
 
     @property
     def execution(self) -> Execution:
-        """How whole steps reach the device; if the host drives steps, the slowest way of any graph."""
+        """The way in which steps reach the device; if the host drives them, the slowest way of any graph."""
         return self._steps.execution if self._steps is not None else worst(graph.execution for graph in self.graphs)
 
     @property

@@ -21,7 +21,7 @@ from specexport.runtime.backends.cuda.nccl import Communicator
 from specexport.runtime.bundle import Bundle
 
 Execution = Literal["host", "plain", "graph per engine", "graph per step"]
-"""How work reaches the device: there is no device; call by call; a captured graph for each engine, or for each step."""
+"""The way in which work reaches a device, if there is one: by calls, or by a captured graph an engine or a step."""
 _WORST_FIRST: tuple[Execution, ...] = get_args(Execution)
 CACHE_TYPES: dict[ComputedIn, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),

@@ -37,7 +37,7 @@ def graphs_of(graphs: ProgramGraphs, cls: type[G]) -> list[tuple[G, Executor]]:
 
 @dataclass(frozen=True, eq=False)
 class Drafting:
-    """How a draft proposes on the device.
+    """A draft's run within a step on the device.
 
     Attributes:
         graph: the draft's graph.
