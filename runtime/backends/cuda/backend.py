@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from typing import cast
 
-from specexport.contract.engines import ENGINE_RUNTIMES
+from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.runtime.backend import BackendOptions, Buffers, Graph
@@ -36,12 +37,14 @@ class CudaBackend:
         BackendError: a package, a driver or a device is missing.
     """
 
+    kernels = kernels_build = ""
+
     def __init__(self, bundle: Bundle, options: BackendOptions) -> None:
         if bundle.manifest.has_states:
             raise BackendError(
                 f"{options.name} does not run layers without attention yet, which a model of this bundle has"
             )
-        runtime = next(name for name in ENGINE_RUNTIMES if name == options.name)
+        runtime = cast(EngineRuntime, options.name)  # the entry points of this class have these names
         self._bundle = bundle
         self._options = options
         self._shared = Device.share(Cuda.load(), options.gpu_memory_utilization)
@@ -55,8 +58,6 @@ class CudaBackend:
         self.graphs: list[DeviceGraph] = []
         self._steps: Steps | None = None
         self._ranks = contextlib.ExitStack()  # ends the other ranks of a split target
-
-    kernels = kernels_build = ""
 
     @property
     def default_slots(self) -> int:
