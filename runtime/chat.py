@@ -75,7 +75,7 @@ class ChatTemplate:
         """Renders a conversation as the prompt's text, including special tokens.
 
         A message's content is passed in a form that the template reads: text, or parts ``{"type": "text", "text":
-        ...}``, which are joined by line breaks if the template reads only text.
+        ...}``, which are joined by line breaks if it reads text only.
 
         Args:
             messages: the conversation.

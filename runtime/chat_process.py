@@ -61,7 +61,7 @@ _FIRST, _SECOND, _KIND = "qzvfirst", "qzvsecond", "qzvkind"
 _UNKNOWN = Forms(True, 0)
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "qzv", "arguments": {}}}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys for the model's reasoning; templates read the first, gpt-oss's the second."""
+"""Names of the model's reasoning; templates read the first, gpt-oss's the second."""
 
 
 class Templates:
@@ -124,7 +124,7 @@ class Templates:
         return _UNKNOWN
 
     def _count_parts(self, name: str, variables: Mapping[str, Any]) -> int:
-        """Number of a probe's parts that a template renders; 0 if it fails."""
+        """Number of a probe's parts that a template writes; 0 if it fails."""
         try:
             text = self._compiled[name].render(variables).casefold()
         except Exception:  # rendering the conversation itself reports errors
