@@ -22,7 +22,7 @@ _LONGEST = 4000
 """Most characters of a message."""
 
 
-def explain(error: Exception) -> str:
+def explained(error: Exception) -> str:
     """Describes one of :data:`UNREADABLE`: the field, its value's type, and the expected type."""
     what, _, place = str(error).partition(" - at ")
     place = place.removeprefix("key in ").strip("`$").removeprefix(".")

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.engines import COMPILERS
-from specexport.contract.errors import UNREADABLE, BuildError, BundleError, SpecExportError, explain
+from specexport.contract.errors import UNREADABLE, BuildError, BundleError, SpecExportError, explained
 from specexport.contract.folders import write_lock, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
 from specexport.contract.methods import Method, MethodOptions, decode_hook
@@ -115,7 +115,7 @@ def _read(path: Path) -> Manifest:
             )
         manifest = msgspec.json.decode(raw, type=Manifest, dec_hook=decode_hook)
     except UNREADABLE as error:
-        raise BundleError(f"{path}: not a valid manifest: {explain(error)}; build the bundle again") from error
+        raise BundleError(f"{path}: not a valid manifest: {explained(error)}; build the bundle again") from error
     try:
         for check in (_check_files_listed, _check_methods, _check_tokens, _check_models):
             check(manifest)

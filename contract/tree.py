@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from specexport.contract.errors import UNREADABLE, SpecExportError, explain
+from specexport.contract.errors import UNREADABLE, SpecExportError, explained
 
 MAX_NODES = 128
 _MAX_FILE = 1 << 20
@@ -174,7 +174,7 @@ class TokenTree:
             return cls.from_choices(msgspec.convert(choices, list[list[int]]))
         except (SpecExportError, *UNREADABLE) as error:
             raise SpecExportError(
-                f"{path}: {explain(error)}; expected a list of choices such as [[0], [1], [0, 0]], or an object with "
+                f"{path}: {explained(error)}; expected a list of choices such as [[0], [1], [0, 0]], or an object with "
                 '"choices" or "parents"'
             ) from error
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from specexport.contract.errors import UNREADABLE, BuildError, explain
+from specexport.contract.errors import UNREADABLE, BuildError, explained
 from specexport.exporter.build_state import Progress
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.exporter.checkpoints.quiet import quiet
@@ -93,7 +93,7 @@ def _text_of(path: Path, at: int, line: str) -> str:
     try:
         read = msgspec.json.decode(line, type=_Line)
     except UNREADABLE as error:
-        raise BuildError(f"{path}: line {at}: {explain(error)}; a line is an object with text or messages") from error
+        raise BuildError(f"{path}: line {at}: {explained(error)}; a line is an object with text or messages") from error
     if read.text is None and not read.messages:
         raise BuildError(f"{path}: line {at} has neither text nor messages; expected one of them")
     return read.text if read.text is not None else "\n".join(message.content for message in read.messages)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, Manifest
-from specexport.contract.methods import method_names, method_type
+from specexport.contract.methods import known, method_type
 from specexport.contract.methods.advice import SMALLER, Device, Suggestion, TargetProfile
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.sizes import has_mtp, model_sizes
@@ -62,7 +62,7 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
     usable, refused = _drafts(path, bundle, size, drafts)
     usable += [] if bundle is None else _built(bundle.manifest)
     profile = TargetProfile(size, device, tuple(usable), layer)
-    suggestions = (suggestion for kind in map(method_type, method_names()) if (suggestion := kind.suggest(profile)))
+    suggestions = (suggestion for kind in map(method_type, known()) if (suggestion := kind.suggest(profile)))
     return Advice(total, size, tuple(sorted(suggestions, key=lambda suggestion: suggestion.rank)), refused)
 
 

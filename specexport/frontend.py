@@ -15,14 +15,7 @@ from specexport.building import bundle_of_model, no_chat_template
 from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME
-from specexport.contract.methods import (
-    MethodOptions,
-    SpeculativeConfig,
-    config_entries,
-    method_names,
-    method_type,
-    read_methods,
-)
+from specexport.contract.methods import MethodOptions, SpeculativeConfig, known, listed, method_type, read_methods
 from specexport.contract.options import keywords
 from specexport.contract.reading import read_manifest
 from specexport.contract.values import require_text
@@ -239,12 +232,10 @@ def _of_bundle(config: SpeculativeConfig) -> tuple[tuple[MethodOptions, ...], Sp
     """Splits a configuration for a bundle into options of methods without graphs and the default of requests."""
     methods: list[MethodOptions] = []
     chosen: list[Speculative] = []
-    for entry in config_entries(config):
+    for entry in listed(config):
         mapping = {"method": entry} if isinstance(entry, str) and ":" not in entry else entry
         name = mapping.get("method") if isinstance(mapping, Mapping) else None
-        if isinstance(mapping, Mapping) and (
-            name is None or (name in method_names() and method_type(str(name)).needs_graph)
-        ):
+        if isinstance(mapping, Mapping) and (name is None or (name in known() and method_type(str(name)).needs_graph)):
             extra = next((key for key in mapping if key not in ("method", "num_speculative_tokens")), None)
             if extra is not None:
                 raise BuildError(

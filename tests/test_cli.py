@@ -19,7 +19,7 @@ from specexport.building import needs_extra
 from specexport.cli import main, parser
 from specexport.commands.flags import add_method_arguments, asked_methods
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import MethodOptions, method_names, method_type, options_type, read_methods
+from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
 from specexport.contract.reading import read_manifest, write_manifest
 
 PROMPT = "one two three"
@@ -359,7 +359,7 @@ def test_flags_stand_for_methods_in_their_order(flags: list[str], spelled: list[
 
 
 def test_every_method_has_a_flag() -> None:
-    flags = [options_type(method_type(name)).flag for name in method_names()]
+    flags = [options_type(method_type(name)).flag for name in known()]
     names = [flag.name for flag in flags if flag is not None]
     assert len(set(names)) == len(flags)
 
@@ -419,7 +419,7 @@ def test_build_help_knows_every_method(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         main(["build", "--help"])
     shown = capsys.readouterr().out
-    for name in method_names():
+    for name in known():
         assert name in shown
         flag = options_type(method_type(name)).flag
         assert flag is not None and flag.name in shown

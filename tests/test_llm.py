@@ -22,7 +22,7 @@ import pytest
 import specexport
 from specexport import LLM, SamplingParams
 from specexport.contract.errors import BackendError, BuildError, RequestError
-from specexport.contract.methods import MethodOptions, method_names, method_type, options_type, read_methods
+from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine
 
@@ -307,7 +307,7 @@ def test_trees_are_presets_files_or_trees(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ({"method": "ngram", "top": 1}, "top is unknown; the keys of 'ngram' are num_speculative_tokens"),
-        ({"method": "magic"}, f"method is 'magic'; expected one of {', '.join(method_names())}"),
+        ({"method": "magic"}, f"method is 'magic'; expected one of {', '.join(known())}"),
         ("magic", "method is 'magic'; expected one of"),
         ({}, "method is missing"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),

@@ -431,7 +431,7 @@ def test_benchmark_cells_are_unique_with_disjoint_seeds() -> None:
     assert len({(cell.way, cell.load) for cell in true[: 2 * ways]}) == 2 * ways
     assert len({zlib.crc32(str(cell).encode()) for cell in cells}) == len(cells)
     methods = {way.method for way in losslessness.WAYS.values()}
-    assert methods == set(all_methods.method_names())
+    assert methods == set(all_methods.known())
 
 
 @pytest.mark.parametrize(("bias", "share"), [("", 0.5), (losslessness.SHIFT, 0.51), (losslessness.FACTOR, 0.505)])

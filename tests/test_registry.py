@@ -12,7 +12,7 @@ import pytest
 import specexport.contract
 from specexport.contract import methods, plugins
 from specexport.contract.errors import SpecExportError
-from specexport.contract.methods import TextMethod, method_names, method_type, part
+from specexport.contract.methods import TextMethod, known, method_type, part
 
 ROOT = Path(specexport.contract.__file__).parent.parent
 KNOWN_BY = ("methods", "kernels", "__pycache__")
@@ -27,7 +27,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def test_no_other_package_tells_methods_apart_by_type() -> None:
-    kinds = {method_type(name).__name__ for name in method_names()}
+    kinds = {method_type(name).__name__ for name in known()}
     calls = [
         f"{name}:{node.lineno}"
         for name, tree in sources()
@@ -44,8 +44,8 @@ def test_no_other_package_tells_methods_apart_by_type() -> None:
 
 def test_every_method_is_an_entry_point_with_a_proposer() -> None:
     folders = {path.stem for path in (ROOT / "methods").iterdir() if path.name[0] != "_"}
-    assert set(method_names()) == folders - {"hidden_states"}, "install the package again (make .venv/.dev)"
-    for name in method_names():
+    assert set(known()) == folders - {"hidden_states"}, "install the package again (make .venv/.dev)"
+    for name in known():
         kind = method_type(name)
         assert kind.__doc__
         proposing = part(kind, "propose", inherited=True)

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from tokenizers import Tokenizer
 
-from specexport.contract.errors import UNREADABLE, TrainError, explain
+from specexport.contract.errors import UNREADABLE, TrainError, explained
 
 MAX_WHOLE, MAX_LINE = 1 << 30, 64 << 20
 """Maximum size in bytes of a JSON or text file, and of a line of JSON Lines."""
@@ -226,7 +226,7 @@ def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
             rows: list[msgspec.Raw] = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
         except UNREADABLE as error:
             raise TrainError(
-                f"{path}: {explain(error)}; its items are objects with text, conversations or messages"
+                f"{path}: {explained(error)}; its items are objects with text, conversations or messages"
             ) from error
         for number, raw in enumerate(rows):
             yield from _row(bytes(raw), f"{path}[{number}]")
@@ -244,7 +244,7 @@ def _row(raw: bytes, where: str) -> Iterator[tuple[str, str | _Chat]]:
         row = msgspec.json.decode(raw, type=_Row)
     except UNREADABLE as error:
         raise TrainError(
-            f"{where}: {explain(error)}; expected an object with text, conversations or messages"
+            f"{where}: {explained(error)}; expected an object with text, conversations or messages"
         ) from error
     fields = [name for name in ("text", "conversations", "messages") if getattr(row, name) is not None]
     if len(fields) != 1:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from specexport.contract.errors import BuildError, SpecExportError, explain
+from specexport.contract.errors import BuildError, SpecExportError, explained
 from specexport.contract.methods.base import (
     BuiltMethod,
     Method,
@@ -57,7 +57,7 @@ _MTP = re.compile(r"[a-z0-9_]+_mtp")
 """vLLM's names for MTP by family: ``deepseek_mtp``, ``glm4_moe_mtp``, ``qwen3_next_mtp``."""
 
 
-def method_names() -> tuple[str, ...]:
+def known() -> tuple[str, ...]:
     """The names of all methods: this package's, then those that other installed packages add."""
     return tuple(installed(GROUP))
 
@@ -69,9 +69,9 @@ def method_type(name: str) -> type[Method]:
     Raises:
         SpecExportError: the method is unknown, or the entry point of that name is not a method.
     """
-    if name not in method_names():
+    if name not in known():
         raise SpecExportError(
-            f"method is {name!r}; expected one of {', '.join(method_names())}, or install the package that adds it"
+            f"method is {name!r}; expected one of {', '.join(known())}, or install the package that adds it"
         )
     kind = load(GROUP, name)
     if not isinstance(kind, type) or not issubclass(kind, Method) or method_name(kind) != name:
@@ -92,7 +92,7 @@ def options_type(kind: type[Method]) -> type[MethodOptions]:
 
 def text_methods() -> tuple[type[TextMethod], ...]:
     """The methods that need no graph, and so work in every bundle."""
-    return tuple(kind for kind in map(method_type, method_names()) if issubclass(kind, TextMethod))
+    return tuple(kind for kind in map(method_type, known()) if issubclass(kind, TextMethod))
 
 
 def part(method: Method | MethodOptions | type[Method], name: str, *, inherited: bool = False) -> ModuleType | None:
@@ -130,7 +130,7 @@ def decode_hook(kind: type, content: Any) -> Any:
         raise ValueError(str(error)) from error
     except msgspec.ValidationError as error:
         # msgspec adds the entry's place to a ValueError, but not to a ValidationError.
-        raise ValueError(explain(error)) from error
+        raise ValueError(explained(error)) from error
 
 
 # --- reading a user's options -----------------------------------------------------------------------------------------
@@ -144,12 +144,10 @@ def read_methods(config: SpeculativeConfig) -> tuple[MethodOptions, ...]:
     Raises:
         BuildError: see :func:`read_method`.
     """
-    return tuple(
-        parse_method(entry) if isinstance(entry, str) else read_method(entry) for entry in config_entries(config)
-    )
+    return tuple(parse_method(entry) if isinstance(entry, str) else read_method(entry) for entry in listed(config))
 
 
-def config_entries(config: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
+def listed(config: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
     """The entries of a ``speculative_config``; its JSON is decoded.
 
     Raises:
@@ -213,7 +211,7 @@ def read_method(
     if isinstance(config, MethodOptions):
         return config
     mapping = dict(config)
-    if _MTP.fullmatch(str(mapping.get("method"))) and mapping["method"] not in method_names():
+    if _MTP.fullmatch(str(mapping.get("method"))) and mapping["method"] not in known():
         mapping["method"] = "mtp"
     if mapping.pop(_SPLIT_CONFIG, 1) != 1:
         raise BuildError(f"{where}: {_SPLIT_CONFIG} is {config[_SPLIT_CONFIG]!r}; expected 1, models are not split")
@@ -224,7 +222,7 @@ def read_method(
         elif "model" in mapping:
             mapping = {"method": "draft_model", **mapping}
         else:
-            raise BuildError(f"{where}: method is missing; expected one of {', '.join(method_names())}")
+            raise BuildError(f"{where}: method is missing; expected one of {', '.join(known())}")
     try:
         kind = options_type(method_type(str(mapping["method"])))
     except SpecExportError as error:
@@ -235,7 +233,7 @@ def read_method(
         return msgspec.convert(mapping, kind, strict=strict)
     except msgspec.ValidationError as error:
         keys = ", ".join(kind.__struct_fields__)
-        raise BuildError(f"{where}: {explain(error)}; the keys of {method_name(kind)!r} are {keys}") from error
+        raise BuildError(f"{where}: {explained(error)}; the keys of {method_name(kind)!r} are {keys}") from error
 
 
 def _choices(trees_option: Any, where: str) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from specexport.contract.errors import UNREADABLE, BuildError, explain
+from specexport.contract.errors import UNREADABLE, BuildError, explained
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -81,7 +81,7 @@ def read_config(path: Path, kind: type[_Config], what: str) -> _Config:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except UNREADABLE as error:
-        raise BuildError(f"{path}: not a configuration of {what}: {explain(error)}") from error
+        raise BuildError(f"{path}: not a configuration of {what}: {explained(error)}") from error
 
 
 def require_sane(path: Path, document: dict[str, Any]) -> None:

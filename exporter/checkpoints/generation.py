@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from specexport.contract.errors import BuildError, explain
+from specexport.contract.errors import BuildError, explained
 from specexport.contract.manifest import NO_RULES, GenerationDefaults, GenerationRules, Length, Penalty, Share, Whole
 from specexport.contract.model import Count, Probability
 from specexport.exporter.checkpoints.documents import CONFIG, GENERATION, read_object
@@ -78,7 +78,7 @@ def _defaults(path: Path, document: dict[str, Any], vocab_size: int) -> tuple[Ge
         read = msgspec.convert(document, _GenerationConfig)
         rules = msgspec.convert({key: value for key, value in document.items() if key in _RULES}, GenerationRules)
     except msgspec.ValidationError as error:
-        raise BuildError(f"{path}: not a configuration of generation: {explain(error)}") from error
+        raise BuildError(f"{path}: not a configuration of generation: {explained(error)}") from error
     for key, tokens in rules.tokens.items():
         _require_known(path, key, tokens, vocab_size)
     values: dict[str, Any] = {"temperature": 0.0}

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specexport.contract.errors import BuildError, explain
+from specexport.contract.errors import BuildError, explained
 from specexport.contract.shapes import Size
 from specexport.exporter.checkpoints.stored import Blocks, Factors, Kind, QuantizedTensor, Scales, StoredTensor
 
@@ -110,7 +110,7 @@ def _config(path: Path, document: dict[str, Any]) -> _Config | None:
     try:
         return msgspec.convert(document.get(QUANTIZATION), _Config | None)
     except msgspec.ValidationError as error:
-        raise BuildError(f"{path}: {QUANTIZATION}: {explain(error)}") from error
+        raise BuildError(f"{path}: {QUANTIZATION}: {explained(error)}") from error
 
 
 def dequantize_tensors(path: Path, document: dict[str, Any], tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:

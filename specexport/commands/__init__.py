@@ -13,7 +13,7 @@ from specexport.commands.flags import add_flags, flag_values, from_flags, group_
 from specexport.contract.errors import RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, GenerationDefaults
-from specexport.contract.methods import method_names, method_type, read_methods
+from specexport.contract.methods import known, method_type, read_methods
 from specexport.contract.options import Options, option, options
 from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions
@@ -160,7 +160,7 @@ def _require_method(arguments: argparse.Namespace, method: str) -> None:
     """Refuses a method that the build of a model leaves out, before it is built; a bundle knows its own."""
     config = flag_values(EngineOptions, arguments, ("speculative_config",)).get("speculative_config", ())
     name, _, _ = method.partition(":")
-    if (expanded(arguments.model) / MANIFEST_NAME).is_file() or name not in method_names():
+    if (expanded(arguments.model) / MANIFEST_NAME).is_file() or name not in known():
         return
     if name == method and (not method_type(name).needs_graph or name in {built.name for built in read_methods(config)}):
         return

@@ -17,7 +17,7 @@ import msgspec
 from specexport.building import progress_bars
 from specexport.commands import MeasuringOptions, read_text, report
 from specexport.commands.inspect import about
-from specexport.contract.errors import UNREADABLE, RequestError, explain
+from specexport.contract.errors import UNREADABLE, RequestError, explained
 from specexport.contract.methods import Method
 from specexport.contract.options import option
 from specexport.runtime import Engine
@@ -104,7 +104,7 @@ def read_lines(path: Path) -> Iterator[Line]:
                 yield msgspec.json.decode(line.encode(), type=Line)
             except UNREADABLE as error:
                 raise RequestError(
-                    f"{path}: line {number}: {explain(error)}; a line is an object with a text"
+                    f"{path}: line {number}: {explained(error)}; a line is an object with a text"
                 ) from error
 
 

@@ -23,7 +23,7 @@ from specexport.commands.flags import (
 from specexport.commands.inspect import summary
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, TrainError
-from specexport.contract.methods import method_names, method_type, part
+from specexport.contract.methods import known, method_type, part
 from specexport.contract.options import options
 from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.options import CompileOptions
@@ -141,7 +141,7 @@ def train_flags(parser: argparse.ArgumentParser) -> None:
         specexport train medusa --target Qwen/Qwen3-0.6B --data texts.jsonl -o heads/
     """
     kinds = parser.add_subparsers(required=True, metavar="KIND")
-    for name in method_names():
+    for name in known():
         if (options := part(method_type(name), "spec")) is None or not hasattr(options, "TRAINING"):
             continue
         training: Training = options.TRAINING

@@ -12,7 +12,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.methods import (
     Flag,
     MethodOptions,
-    method_names,
+    known,
     method_type,
     options_type,
     parse_method,
@@ -132,7 +132,7 @@ class _Remember(argparse.Action):
 
 
 def _flags() -> list[tuple[str, Flag]]:
-    return [(name, flag) for name in method_names() if (flag := options_type(method_type(name)).flag) is not None]
+    return [(name, flag) for name in known() if (flag := options_type(method_type(name)).flag) is not None]
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -143,8 +143,8 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         action=_Remember,
         dest="methods",
         metavar="NAME[:VALUE][,key=value]",
-        help=f"{', '.join(method_names())}; VALUE is that of the main key; a key given twice has two values. The flags "
-        "below are short forms (default: none; draft tokens are then looked up in the text)",
+        help=f"{', '.join(known())}; VALUE is that of the main key; a key given twice has two values. The flags below "
+        "are short forms (default: none; draft tokens are then looked up in the text)",
     )
     for _, flag in _flags():
         if flag.key is None:
