@@ -209,7 +209,6 @@ class Manifest(Strict, frozen=True):
         target: the model whose distribution is sampled.
         methods: the ways to propose, at most one of each kind, the default first; none for plain decoding.
         tokenizer: the tokenizer of target and draft.
-        generation: defaults of sampling parameters.
         files: every file but this one.
         program: the graphs of the step program, for backends that keep a step on the device.
         notes: settings that make its texts differ from transformers'; purely informative.

@@ -41,7 +41,6 @@ class GraphFiles(Strict, frozen=True):
 
     Attributes:
         master: ONNX file with the symbolic dimensions of ``ShapePoint.sizes``.
-        points: the shapes at which it runs.
     """
 
     master: str
@@ -52,7 +51,6 @@ class RankFiles(Strict, frozen=True):
     """One rank's part of a model that is split among processes (tensor parallelism).
 
     Attributes:
-        weights: its weights file.
         master: its graph before it was cut, from which engines are compiled.
         segments: ONNX files, run one after the other. Between two of them the ranks combine their outputs whose names
             begin with one of :data:`~specexport.contract.tensors.COLLECTIVES`; later segments read the results.
@@ -213,8 +211,6 @@ class Model(Strict, frozen=True):
     Attributes:
         family: transformers' ``model_type``.
         source: location of its checkpoint, for ``verify``; not used at run time.
-        parameters: their number.
-        precision: types of its weights and computations.
         vocab_size: width of the logits.
         max_positions: longest sequence that the model supports.
         cache: one entry for each layer with attention.

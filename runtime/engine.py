@@ -48,10 +48,7 @@ class Engine:
     thread: a thread that reads a stream takes steps for all streams.
 
     Attributes:
-        manifest: the bundle's manifest.
-        tokenizer: the target's tokenizer.
         chat_template: the model's chat template; None if it has none.
-        backend: the opened backend.
         loaded_methods: the methods with their proposers, by name: the bundle's, the default first, then others that
             need no graph.
         encode: returns a prompt's tokens; see :meth:`~specexport.runtime.prompt.PromptEncoder.encode`.

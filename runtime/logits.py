@@ -224,7 +224,6 @@ class TokenLogprobs:
     """The target's log-probabilities at a token of the output, before temperature and filters.
 
     Attributes:
-        token: the token.
         logprob: its log-probability in nats.
         rank: its rank among all tokens; 1 for the most probable.
         top: the most probable tokens with their log-probabilities, best first.

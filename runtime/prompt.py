@@ -75,7 +75,6 @@ class EncodedPrompt:
     Attributes:
         tokens: the token id of each position; for an embedding a negative number that only equal embeddings share, so
             that texts can be compared by their tokens.
-        embeddings: the embeddings.
     """
 
     tokens: list[int]

@@ -121,7 +121,6 @@ class Chunk:
 
     Attributes:
         text: new text; may be empty while a character or a possible stop text is unfinished.
-        token_ids: the new tokens.
         finish_reason: set on the last chunk: ``stop`` (end of text or a stop text), ``length`` (``max_tokens`` or the
             end of the context) or ``cancelled``.
         logprobs: those of each new token, if the request asks for them.
@@ -148,7 +147,6 @@ class Request:
         fixed: whether it set its number of draft tokens.
         lookup: a look-up method that may propose in a step instead of the request's own method.
         bypass: whether its hypothesis becomes its output, without a step.
-        stats: its counters.
         history: the acceptance of its draft tokens so far.
         remaining: number of tokens that it may still generate.
         read: whether its prompt is read, so that steps may begin.
@@ -245,7 +243,6 @@ class Completion:
         text: the output without the stop text.
         token_ids: all generated tokens, including an end-of-text token.
         finish_reason: see :class:`Chunk`.
-        stats: the request's counters.
         logprobs: those of each token, if the request asks for them.
         prompt_logprobs: those of the prompt's tokens from the second on, if the request asks for them.
     """
@@ -285,7 +282,6 @@ class Stream:
 
     Attributes:
         tokens: prompt and output so far; negative numbers where the prompt has embeddings.
-        params: the sampling parameters.
         method: the name of its method; None decodes plainly.
         hypothesis: the expected output; empty if there is none.
         stats: the request's counters, up to date after every chunk.

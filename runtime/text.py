@@ -22,8 +22,6 @@ class TextStream:
     one.
 
     Args:
-        tokenizer: the target's tokenizer.
-        stop: the stop texts.
         min_tokens: number of tokens before the first that may complete a stop text.
         skip_special_tokens: leave special tokens out of the text.
 

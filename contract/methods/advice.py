@@ -33,7 +33,6 @@ class Suggestion:
 
     Attributes:
         settings: the settings to build it with, in words.
-        why: the reason.
         rank: its place among suggestions; the lowest is the best.
         flags: flags of ``specexport build``; empty if a model has to be downloaded or trained first.
     """

@@ -119,7 +119,6 @@ class DraftOutline(ABC):
     """A draft's configuration, without its weights.
 
     Attributes:
-        path: the checkpoint's folder.
         layer: transformers' configuration of the layers.
         vocab: vocabulary size of the target that it was trained for.
         draft_vocab: number of tokens that it may propose.

@@ -102,8 +102,6 @@ class _Slot:
     """The state of a slot.
 
     Attributes:
-        pool: its n-grams.
-        trajectory: its window.
         pending: the root of the running step, and the rows of logits that predict the next level; None between steps.
     """
 

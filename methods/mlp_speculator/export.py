@@ -80,11 +80,9 @@ class SpeculatorOutline:
     """A speculator checkpoint's configuration.
 
     Attributes:
-        path: the folder.
         vocab: V, see :class:`~specexport.methods.mlp_speculator.graph.SpeculatorStages` for the sizes.
         hidden: H of the target that it was trained for.
         inner: I.
-        stages: number of stages.
         widths: most children of a node at each stage, ``top_k_tokens_per_head``.
         scale_input: whether the hidden state is normalized first.
         tied: whether stages share weights.

@@ -25,8 +25,6 @@ class _Text:
     """The decoded text of a slot.
 
     Attributes:
-        stream: decodes the target's tokens.
-        text: the text so far.
         read: number of tokens decoded so far.
         complete: whether the text ends at a character's end.
     """

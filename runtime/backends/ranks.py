@@ -153,10 +153,8 @@ class Job:
 
     Attributes:
         bundle: the bundle's folder.
-        slots: number of slots.
         options: how each rank opens its backend; on GPUs it sees one of them.
         unique_id: on GPUs, identifies the communicator to join.
-        rank: the follower's rank.
         memory: file descriptor of the shared memory, which it inherits.
         peers: file descriptors of its sockets to the other ranks.
     """
@@ -183,7 +181,6 @@ class Followers:
     """The processes of all ranks but the first, and the messages to them.
 
     Args:
-        bundle: the bundle.
         job: the settings that all of them share.
 
     Attributes:

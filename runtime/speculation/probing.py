@@ -53,7 +53,6 @@ class Probe:
     """A possible trial of a method that the step leaves out.
 
     Attributes:
-        method: the method's name.
         fits: the tree of each request that would take part.
         cost: seconds that it adds to the step, reading included.
         read: seconds in which the method's draft reads a chunk.

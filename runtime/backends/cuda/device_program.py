@@ -32,8 +32,6 @@ class _Part:
     """A slot's part in a step.
 
     Attributes:
-        view: the slot.
-        tree: the tree to verify.
         proposal: the host's proposal; None if the device fills the tree, or if the tree is only the root.
         draft: the draft that fills the tree on the device; None if the host fills it.
     """

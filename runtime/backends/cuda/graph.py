@@ -45,9 +45,7 @@ class RunBuffers:
     """The buffers of runs of one shape at any cache size, on host and device, and the runs at each place.
 
     Attributes:
-        inputs: by name.
-        outputs: by name.
-        enqueues: run the graph alone.
+        enqueues: run the graph.
         launches: also copy inputs and outputs.
     """
 

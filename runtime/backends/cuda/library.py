@@ -95,7 +95,6 @@ class Library(ABC):
     """Opens a bundle's engines on a device.
 
     Attributes:
-        name: the library's name.
         without_program: why the host drives steps; empty if it does not.
     """
 

@@ -220,8 +220,6 @@ class DeviceCache:
     no memory.
 
     Args:
-        device: the device.
-        layers: the layers.
         batch: B, the number of slots.
         dtype: the type of keys and values.
         sizes: the possible numbers of rows of a slot, ascending.

@@ -62,7 +62,6 @@ class RepeatedCalls:
     states and q are copied on the device, without waiting.
 
     Args:
-        device: the device.
         inputs: the run's inputs on the device, with :data:`PASTS`.
         outputs: the run's outputs on the device, with a row for each call.
         call: a call's arrays, see :func:`call_arrays`; its other inputs share the run's memory.

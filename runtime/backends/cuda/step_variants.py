@@ -72,7 +72,6 @@ class StepVariant:
     """A variant of a step, which one CUDA graph runs at each cache size.
 
     Attributes:
-        accept: the accept graph.
         shape: the shape of the target's run, over all slots: T tokens with the logits of each.
         nodes: N of the tree; a smaller tree is padded with nodes that are never accepted.
         drafting: how a draft proposes on the device; None if the host writes the draft tokens and q.
@@ -120,9 +119,6 @@ class StepVariants:
     """The captured variants of a step, and the choice among them for a batch of requests.
 
     One accept graph decides for all slots of a step, so they share an acceptance rule and at most one M.
-
-    Attributes:
-        all: the variants.
     """
 
     def __init__(

@@ -67,8 +67,6 @@ class GrowingCache:
     step while the present one still has room, and the old one is freed a few megabytes a step.
 
     Args:
-        layers: the layers.
-        slots: number of slots.
         sizes: the possible numbers of rows of a slot, ascending.
 
     Attributes:

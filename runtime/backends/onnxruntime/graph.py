@@ -315,8 +315,6 @@ class _Arrays:
     """The buffers of a shape at any cache size.
 
     Attributes:
-        inputs: by name.
-        outputs: by name.
         new_rows: lowered portably, the blocks of new rows, ``[L,B,Hkv,F,D]``.
         parts: each layer's new rows and states, by output.
         fed: F.

@@ -53,7 +53,6 @@ class PackedWeights(NamedTuple):
     """The cache of a bundle's weights in the order in which the kernels read them, shared by processes.
 
     Attributes:
-        folder: its folder.
         key: the prefix of its file names.
     """
 
