@@ -157,7 +157,7 @@ class StatesProposer(Proposer):
         return chain_rows(tree)
 
     def commit(self, view: SlotView, drafted: Sequence[int]) -> None:
-        """See :class:`DeviceDraft`; drops the rows of draft tokens, which were not computed from target's states."""
+        """See :class:`DeviceDraft`; drops draft tokens' rows, which were not computed from the target's states."""
         self._keep(view, self._unread(view))
 
     def _read(self, view: SlotView) -> None:

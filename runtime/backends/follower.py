@@ -57,5 +57,5 @@ def _run(graph: Graph, message: Run) -> None:
 
 
 if __name__ == "__main__":
-    # Exits at once: the system frees what libraries hold of the device and of ended ranks.
+    # Without cleaning up, as the system frees the libraries' resources, also those shared with ended ranks.
     os._exit(main())

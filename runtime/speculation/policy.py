@@ -29,7 +29,7 @@ TRIAL_MARGIN, TRIAL_STEPS = 0.9, 4
 """The speed-up that is enough for requests with fewer steps of their method. A trial costs little. Without trials, a
 batch once judged by its worst requests, which are the last to end, would never speculate again."""
 _TRIAL_READING = 0.05
-"""Largest share of a request's remaining time in plain decoding that its draft may read for a trial."""
+"""Largest share of a request's remaining time in plain decoding that its draft may take to read for a trial."""
 PROBE_SHARE = 0.005
 """Share of the time that probes of methods that do not pay may take."""
 READ_SHARE = 0.01

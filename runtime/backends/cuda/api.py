@@ -168,7 +168,7 @@ class CudaStream:
         self.waits += 1
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
-        """Enqueues a copy of bytes, between any two of device and host as the addresses tell."""
+        """Enqueues a copy of bytes; CUDA tells by their addresses whether they are on the device or the host."""
         self._cuda.call("cudaMemcpyAsync", to, source, nbytes, self._rt.cudaMemcpyKind.cudaMemcpyDefault, self.handle)
 
     def copy_rows(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:

@@ -13,7 +13,7 @@ from specexport.runtime.backends.cuda.memory import Tensor
 
 _NAME = "libnccl.so.2"
 _CAPSULE = b"ncclComm_t"
-"""The name of a communicator's capsule, which keeps its address."""
+"""The name of a communicator's capsule; a constant, as a capsule stores only its address."""
 _SUM = 0
 _KINDS = {"float16": 6, "float32": 7, "uint16": 9}
 """NCCL's numbers for types; two-byte integers stand for bfloat16, which NumPy lacks."""
