@@ -27,9 +27,9 @@ from benchmarks.pair import bundle, inflated_pair
 from specexport.commands.bench import built_in_tasks
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams, Stream
-from specexport.runtime.costs import Costs
-from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.request import Request
+from specexport.runtime.speculation.costs import Costs
+from specexport.runtime.speculation.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.speculative import DEFAULT, PLAIN, Speculative
 from specexport.tables import show
 

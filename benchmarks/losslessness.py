@@ -37,9 +37,9 @@ from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams, Stream
 from specexport.runtime import step as step_module
-from specexport.runtime.costs import CostCurve
 from specexport.runtime.request import Stats
 from specexport.runtime.sampling import Distributions, accept_sampled
+from specexport.runtime.speculation.costs import CostCurve
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.tables import show
 

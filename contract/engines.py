@@ -1,4 +1,4 @@
-"""The manifest's part on compiled engines: what was built, for which devices, and the step program's own graphs."""
+"""A bundle's records of compiled engines, and of the graphs of the step program."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ EngineRuntime = Literal["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"]
 ENGINE_RUNTIMES: tuple[EngineRuntime, ...] = get_args(EngineRuntime)
 ComputedIn = Literal["fp32", "fp16", "bf16"]
 COMPILERS: tuple[EngineRuntime, ...] = ("tensorrt", "tensorrt-rtx")
-"""Libraries whose engines are compiled: they are not ONNX, and read no embeddings."""
+"""Libraries that compile engines: these are not ONNX, and read no embeddings."""
 _Capability = Annotated[str, Meta(pattern="^[1-9][0-9]?[.][0-9]$")]
 """A CUDA compute capability, such as ``8.9``."""
 _FUSED = ("GroupQueryAttention", "QuickGelu", "SkipSimplifiedLayerNormalization")
 FUSED_OPERATORS = frozenset(("com.microsoft", name) for name in _FUSED)
-"""Domain and type of ONNX Runtime's own operators in graphs for onnxruntime-cuda; the masters have only ONNX's."""
+"""ONNX Runtime's own operators in graphs for onnxruntime-cuda, by domain and type; masters have only ONNX's."""
 LARGEST_TOP_K = 256
-"""Largest top-k with which a device decides acceptance; with larger ones the host does."""
+"""Largest top-k for which a device decides acceptance; for larger ones the host decides."""
 AcceptRule = Literal["greedy", "lossless", "typical"]
 
 
 class CompiledEngine(Strict, frozen=True, kw_only=True):
     """A graph compiled for a library and some devices; for onnxruntime-cuda an ONNX graph, for any device.
 
-    Inputs and outputs are those of the ONNX graph by the same names, of the same types but for the KV cache, which is
-    of type ``compute``. Lowered natively, ``present_*`` must be bound to the memory of ``past_*``.
+    It has the inputs and outputs of the ONNX graph, with the same names and types, except that the KV cache is of type
+    ``compute``. If it is lowered natively, ``present_*`` must be bound to the memory of ``past_*``.
 
     Attributes:
         file: the serialized engine; for onnxruntime-cuda the source itself.
-        segments: for onnxruntime-cuda, the segments that a rank runs instead: see ``contract.model.RankFiles``. But
+        segments: for onnxruntime-cuda, the segments that a rank runs instead, see ``contract.model.RankFiles``; but
             ``join.N`` has the ranks' parts one after the other, along an additional first axis.
-        source: the ONNX file it was compiled from. It is derived from the master: fixed dimensions, one pass of
-            a draft's loop, and activations of type ``compute``.
+        source: the ONNX file it was compiled from, derived from the master: with fixed dimensions, one pass of a
+            draft's loop, and activations of type ``compute``.
         runtime: the library that runs it.
         version: the library's own version string; empty if any runs it.
         compute_capabilities: the devices it was compiled for; empty if any runs it.
         compute: type of activations and the KV cache.
-        rank: of a model that is split among processes, the rank whose part it is; 0 if it is not split.
+        rank: the rank whose part it is, if the model is split among processes; else 0.
         profiles: the shapes it runs at, in the order of its optimization profiles, each with min = opt = max. A propose
             graph is compiled for K = 1: to draft K tokens it is called K times, each time with the last two tokens of
-            the text and the draft so far, so that the weights are stored once for any K. That of an MLP speculator is
-            compiled for all its stages. A step graph may lack the profile of one token; plain decoding is then padded
-            to the narrowest tree.
+            the text and the draft so far, so that the weights are stored once for any K. An MLP speculator's is
+            compiled for all stages. A step graph may lack the profile of one token; plain decoding is then padded to
+            the narrowest tree.
     """
 
     file: str
@@ -70,7 +70,7 @@ class CompiledEngine(Strict, frozen=True, kw_only=True):
 
 
 class _ProgramGraph(Strict, frozen=True, kw_only=True):
-    """A graph without weights between those of the models, which keeps a step on the device.
+    """A graph without weights that runs between the models' graphs and so keeps a step on the device.
 
     Attributes:
         file: its ONNX graph, with symbolic dimensions.
@@ -85,10 +85,10 @@ class Accept(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="ac
     """Decides which draft tokens are accepted, and draws the bonus token. In a profile, ``tokens`` is N.
 
     Attributes:
-        rule: ``greedy`` reads no q, noise or sampling parameters; ``lossless`` also decides greedy requests in a
-            step with others; ``typical``.
+        rule: the acceptance rule. ``greedy`` reads no q, noise or sampling parameters; ``lossless`` also decides for
+            greedy requests in a step with others.
         candidates: M, the support of q; 1 if tokens are chosen without drawing, and for rules that read no q.
-        max_children: most children a node of a tree may have.
+        max_children: the most children that a node of a tree may have.
     """
 
     rule: AcceptRule
@@ -99,8 +99,8 @@ class Accept(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="ac
 class Fill(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="fill"):
     """Fills a tree with drafted tokens, and returns q of each node.
 
-    In a profile, ``tokens`` is N, ``drafts`` is K, and ``rows`` are those of a stage after the first, if there are
-    stages. The chains of a draft without stages need no such graph: their tokens are the draft's.
+    In a profile, ``tokens`` is N, ``drafts`` is K, and ``rows`` is the number of rows of every stage but the first, if
+    there are stages. A chain from a draft without stages needs no such graph, as its nodes are the draft's tokens.
 
     Attributes:
         candidates: M.
@@ -114,10 +114,10 @@ class Fill(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="fill
 class Commit(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="commit"):
     """Makes the cache rows of an accepted path through a branching tree contiguous.
 
-    In a profile, ``tokens`` is N and ``cache`` is S. For models lowered natively; chains need none.
+    In a profile, ``tokens`` is N and ``cache`` is S. Only models lowered natively have one; chains need none.
 
     Attributes:
-        model: whose cache: ``target``.
+        model: the model whose cache it is.
     """
 
     model: Literal["target"]

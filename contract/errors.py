@@ -1,4 +1,4 @@
-"""The exceptions specexport raises. Each message gives the value at fault, the expected one, and what to do."""
+"""The exceptions that specexport raises. Messages state the wrong value, the expected one, and what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import msgspec
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Exceptions of msgspec for invalid input."""
+"""The exceptions that msgspec raises for invalid input."""
 _TYPES = {
     "array": "a list",
     "bool": "true or false",
@@ -19,11 +19,11 @@ _TYPES = {
 _FIELD = re.compile(r"Object (missing|contains).* field `(.*)`")
 _EXPECTED = re.compile(r"Expected `([^`]*)`(.*?)(?:, got `([^`]*)`)?")
 _LONGEST = 4000
-"""Characters of a message."""
+"""Most characters of a message."""
 
 
 def explained(error: Exception) -> str:
-    """One of :data:`UNREADABLE` in words: the field, what it is, and what was expected."""
+    """Describes one of :data:`UNREADABLE`: the field, its value's type, and the expected type."""
     what, _, place = str(error).partition(" - at ")
     place = place.removeprefix("key in ").strip("`$").removeprefix(".")
     if field := _FIELD.fullmatch(what):
@@ -45,7 +45,7 @@ class SpecExportError(Exception):
     Messages may quote libraries and files, so they are reduced to one line of printable characters.
     """
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, message: str) -> None:
         line = " ".join(message.split())
         printable = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
         super().__init__(printable if len(printable) <= _LONGEST else printable[:_LONGEST] + "…")
@@ -64,10 +64,10 @@ class TrainError(SpecExportError):
 
 
 class RequestError(SpecExportError, ValueError):
-    """A generation request has a parameter, or a prompt, that cannot be honoured.
+    """A generation request has a prompt or a parameter that cannot be honoured.
 
     Attributes:
-        param: the wrong parameter, if there is one.
+        param: the wrong parameter; None if the error is about something else.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -87,7 +87,7 @@ class QueueFullError(SpecExportError):
     """The queue is full.
 
     Attributes:
-        retry_after: seconds after which there may be room.
+        retry_after: seconds after which a request may find room.
     """
 
     def __init__(self, message: str, retry_after: int) -> None:
@@ -95,7 +95,7 @@ class QueueFullError(SpecExportError):
         self.retry_after = retry_after
 
     def __reduce__(self) -> tuple[type[QueueFullError], tuple[str, int]]:
-        """For pickles, as between processes: by default they call the constructor with the message alone."""
+        """Supports pickling, as between processes; by default the constructor would get the message alone."""
         return type(self), (str(self), self.retry_after)
 
 
@@ -104,4 +104,4 @@ class DeadlineError(SpecExportError):
 
 
 class ClosedError(SpecExportError):
-    """A request was refused or ended because the engine shuts down."""
+    """A request was refused or ended because the engine is shutting down."""

@@ -1,4 +1,4 @@
-"""Folders: the user's own, atomic replacement, and locks."""
+"""Home and temporary folders, atomic replacement of files and folders, and locks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def home() -> Path | None:
-    """The user's home folder; None if neither ``HOME`` nor the system's list of users names one."""
+    """The user's home folder; None if neither ``HOME`` nor the system's user database names one."""
     try:
         return Path.home()
     except RuntimeError:
@@ -54,7 +54,7 @@ def expanded(path: str | Path, refusal: type[SpecExportError] = BuildError) -> P
 
 
 def temporary_folder() -> Path:
-    """A folder that is removed when Python ends, for caches of users without a home folder."""
+    """A folder that is removed when Python exits, for caches of users without a home folder."""
     return Path(_temporary().name)
 
 
@@ -64,7 +64,7 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 
 def describe_error(error: OSError, path: Path | None = None) -> str:
-    """An error of the system in one line, with what to do; ``path`` stands in if the error names no file."""
+    """Describes a system error and its remedy in one line; ``path`` is named if the error names no file."""
     if isinstance(error, shutil.Error):  # a list of files with the reason of each, as text
         *_, place, reason = error.args[0][0]
         code = re.search(r"Errno (\d+)", reason)
@@ -78,10 +78,10 @@ def describe_error(error: OSError, path: Path | None = None) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns errors of writing below a path into one-line errors.
+    """Turns the block's errors of writing below ``path`` into one-line errors.
 
     Raises:
-        BuildError: names the file, or ``path``.
+        BuildError: the system refuses to write; names the file, or ``path``.
     """
     try:
         yield
@@ -97,9 +97,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Replaces a file atomically; one that cannot be written whole is not left behind.
-
-    The new file has the old one's permissions.
+    """Replaces a file atomically and keeps its permissions; a file that is only partly written is removed.
 
     Raises:
         OSError: it cannot be written; names ``path``.
@@ -122,8 +120,9 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def _refused(error: BaseException | None) -> OSError | None:
-    """The system's error that a library reports only as text, as libraries in Rust do, or as the cause of another
-    error, as torch does.
+    """The system's refusal to write behind an exception; None if there is none.
+
+    Libraries in Rust report it only as text, torch as the cause of another error.
     """
     while error is not None:
         if isinstance(error, OSError):
@@ -136,12 +135,14 @@ def _refused(error: BaseException | None) -> OSError | None:
 
 @contextlib.contextmanager
 def locked(path: Path, holding: str | None = None) -> Iterator[None]:
-    """Holds a lock file; the lock ends with the process, even if that is killed.
+    """Holds a lock for the block; it ends with the process, even if that is killed.
 
-    The file exists while the lock is held. ``holding`` says what the other process does, for the error; None waits.
+    Args:
+        path: the lock's file, which exists while the lock is held.
+        holding: what a process does that holds the lock, for the error; None to wait for that process.
 
     Raises:
-        BuildError: another process holds it.
+        BuildError: another process holds the lock.
     """
     # Imported here: running a bundle needs no lock.
     from filelock import FileLock, Timeout
@@ -171,17 +172,17 @@ def _read(path: Path) -> str:
 
 
 def write_lock(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """The lock of the process that writes or changes a folder, which need not exist.
+    """Locks a folder, which need not exist, for the process that writes or changes it.
 
     Raises:
-        BuildError: another process does; names it.
+        BuildError: another process holds the lock; names that process.
     """
     return locked(folder.parent / f".{folder.name}.lock", f"is writing {folder}")
 
 
 @contextlib.contextmanager
 def written_beside(output: Path, *, overwrite: bool = False, resume: bool = False) -> Iterator[Path]:
-    """A temporary folder beside ``output`` that takes its name if the block succeeds.
+    """Yields a temporary folder beside ``output`` that takes its place if the block succeeds.
 
     Leftovers of killed processes are removed first. If the system can exchange two folders atomically, a replaced
     output exists at every moment; otherwise the next call restores it after a crash.
@@ -189,10 +190,10 @@ def written_beside(output: Path, *, overwrite: bool = False, resume: bool = Fals
     Args:
         output: the final folder.
         overwrite: replace an existing folder.
-        resume: begin with the content that a killed or interrupted block left. A block that fails leaves nothing.
+        resume: begin with the content that a killed or interrupted block left; a block that fails leaves nothing.
 
     Raises:
-        BuildError: it exists, another process writes it, or it cannot be written; names the path.
+        BuildError: the output exists, another process writes it, or it cannot be written; names the path.
     """
     output = Path(os.path.abspath(output))  # noqa: PTH100  # resolve() would follow a link to where it points
     created = [parent for parent in output.parents if not parent.exists()]
@@ -214,7 +215,7 @@ def written_beside(output: Path, *, overwrite: bool = False, resume: bool = Fals
                             f"{output}: somebody else wrote it meanwhile; choose another folder or pass --overwrite to "
                             "replace it"
                         )
-                    elif not _exchanged(folder, output):
+                    elif not _exchange(folder, output):
                         output.rename(retired)
                         folder.rename(output)
                         remove(retired)
@@ -232,7 +233,7 @@ def written_beside(output: Path, *, overwrite: bool = False, resume: bool = Fals
 
 
 def _recover(output: Path, retired: Path) -> None:
-    """Restores the output that a killed process was replacing, and removes its leftovers; the lock is held."""
+    """Restores the output that a killed process was replacing, and removes its leftovers; requires the lock."""
     if retired.exists() and not output.exists():
         retired.rename(output)
     remove(retired)
@@ -240,8 +241,8 @@ def _recover(output: Path, retired: Path) -> None:
         remove(stale)
 
 
-def _exchanged(path: Path, other: Path) -> bool:
-    """Exchanges the names of two folders atomically; returns whether the system can."""
+def _exchange(path: Path, other: Path) -> bool:
+    """Exchanges the names of two folders atomically; returns False if the system cannot."""
     if sys.platform != "linux":
         return False
     exchange = getattr(ctypes.CDLL(None), "renameat2", None)

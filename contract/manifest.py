@@ -1,6 +1,6 @@
-"""The bundle manifest, ``specexport.json``: its schema, and the shapes of the step program that follow from it.
+"""The schema of a bundle's manifest, ``specexport.json``, and the shapes of the step program that follow from it.
 
-It is documented for readers in ``docs/bundle-format.md``; :mod:`specexport.contract.reading` reads and checks one.
+``docs/bundle-format.md`` documents it for readers; :mod:`specexport.contract.reading` reads and checks it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Whole = Annotated[int, Meta(ge=0, le=_MOST)]
 Length = Annotated[int, Meta(ge=1, le=_MOST)]
 TokenSequence = Annotated[tuple[Whole, ...], Meta(min_length=1)]
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
-"""A share of the probability to keep."""
+"""The share of the probability that a filter keeps."""
 Penalty = Annotated[float, Meta(ge=0.01, le=100.0)]
 _Suppressed = tuple[Annotated[int, Meta(ge=-_MOST, le=_MOST)], ...]
 FORMAT_VERSION = 7
 MANIFEST_NAME = "specexport.json"
 _LONGEST = 80
-"""Characters of a setting's value in a message."""
+"""Most characters of a setting's value in a message."""
 DEFAULT_TEMPLATE = "default"
-"""Name of the chat template that is used where none is named."""
+"""Name of the default chat template."""
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -42,22 +42,21 @@ class GenerationRules(Strict, frozen=True):
 
     Attributes:
         max_length: most tokens of a prompt and its output; None for no limit.
-        min_length: fewest, before a token that ends the output.
+        min_length: fewest tokens of a prompt and its output before a token that ends the output.
         sequence_bias: added to the logit of a sequence's last token where the text ends with the tokens before it.
-        encoder_repetition_penalty: multiplies the positive logits of the prompt's tokens, and divides the negative
-            ones.
+        encoder_repetition_penalty: multiplies positive logits of the prompt's tokens, and divides negative ones.
         no_repeat_ngram_size: n-grams of this many tokens do not occur twice in the text; 0 for no such rule.
         encoder_no_repeat_ngram_size: no n-gram of this many tokens of the prompt occurs in the output.
         bad_words_ids: sequences that do not occur in the output; a single token that ends the output is exempt.
         forced_bos_token_id: the token after a text of one token.
-        forced_eos_token_id: the output's last token, where it is as long as it may be; several for any of them.
+        forced_eos_token_id: the last token of an output of the greatest length; of several, any.
         exponential_decay_length_penalty: after this many tokens, the logits of tokens that end the output rise, by
             the factor to the power of the number of tokens since.
         suppress_tokens: tokens that do not occur in the output.
         begin_suppress_tokens: tokens that the output does not begin with.
         top_h: keeps the most probable tokens within this share of the distribution's entropy; None keeps all. This
-            filter comes before top-k, and those below after min-p.
-        typical_p: keeps the tokens whose information is closest to the entropy and that hold this much probability.
+            filter comes before top-k, the following ones after min-p.
+        typical_p: keeps the tokens whose information is closest to the entropy, up to this total probability.
         epsilon_cutoff: drops tokens less probable than this.
         eta_cutoff: drops tokens less probable than this, or than its square root times exp(-entropy) if that is less.
     """
@@ -90,7 +89,7 @@ class GenerationRules(Strict, frozen=True):
 
     @property
     def tokens(self) -> dict[str, tuple[int, ...]]:
-        """Tokens that the model must have, by the rule that names them."""
+        """The tokens that the model must have, by the rule that mentions them."""
         last = self.forced_eos_token_id
         return {
             "sequence_bias": tuple(token for sequence, _ in self.sequence_bias for token in sequence),
@@ -101,7 +100,7 @@ class GenerationRules(Strict, frozen=True):
 
     @property
     def filter_tokens(self) -> bool:
-        """Whether they drop tokens by their probabilities."""
+        """Whether some filter drops tokens by their probabilities."""
         return self.top_h is not None or self.typical_p < 1.0 or self.epsilon_cutoff > 0.0 or self.eta_cutoff > 0.0
 
 
@@ -109,12 +108,12 @@ NO_RULES = GenerationRules()
 
 
 class FileEntry(Strict, frozen=True):
-    """One file of the bundle; every file but the manifest has an entry.
+    """A file of the bundle; every file but the manifest has an entry.
 
     Attributes:
         path: relative to the bundle, with forward slashes.
-        size: bytes.
-        sha256: of the content, in hexadecimal.
+        size: its size in bytes.
+        sha256: the hash of its content, in hexadecimal.
     """
 
     path: str
@@ -129,9 +128,9 @@ class TokenizerInfo(Strict, frozen=True):
         file: ``tokenizer.json`` as the tokenizers library reads it.
         eos_token_ids: tokens that end a text.
         special_tokens: ``bos_token`` and the like, for chat templates.
-        chat_template: Jinja template file, if the model has one: its only one, or its default.
+        chat_template: file of the model's only or default Jinja template; None if there is none.
         named_templates: files of its other templates by name, such as ``tool_use`` and ``rag``.
-        split_special_tokens: whether special tokens in a text are read as text.
+        split_special_tokens: whether special tokens in a text are encoded as plain text.
     """
 
     file: str
@@ -148,11 +147,11 @@ class TokenizerInfo(Strict, frozen=True):
 
 
 class GenerationDefaults(Strict, frozen=True):
-    """Defaults of sampling parameters: the model's own, and those of typical acceptance.
+    """Defaults of sampling parameters: the model's, and those of typical acceptance.
 
     Attributes:
         max_tokens: most tokens of an output; None if the model sets no limit.
-        min_tokens: tokens before one that ends the output.
+        min_tokens: fewest tokens before one that ends the output.
     """
 
     temperature: Annotated[float, Meta(ge=0.0)] = 0.0
@@ -169,12 +168,13 @@ class GenerationDefaults(Strict, frozen=True):
 
 
 class SettingNote(Strict, frozen=True):
-    """A setting of the checkpoint with which transformers' texts and the bundle's differ.
+    """A setting of the checkpoint that makes transformers' texts and the bundle's differ.
 
     Attributes:
         file: the file that has it.
         key: its name there.
-        value: as JSON, shortened.
+        value: its value as JSON, shortened.
+        note: how the texts differ.
     """
 
     file: str
@@ -187,7 +187,7 @@ class SettingNote(Strict, frozen=True):
 
 
 def short(value: Any) -> str:
-    """A setting's value as a line shows it."""
+    """A setting's value, shortened for a message."""
     text = f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
     text = text.encode("utf-8", "replace").decode()  # JSON allows lone surrogates
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
@@ -197,21 +197,21 @@ class Manifest(Strict, frozen=True):
     """The whole of ``specexport.json``.
 
     Attributes:
-        format_version: of this schema; a reader refuses any other.
-        specexport_version: that wrote the bundle.
-        created: ISO 8601, UTC.
+        format_version: version of this schema; readers refuse any other.
+        specexport_version: version of specexport that wrote the bundle.
+        created: time in UTC, in ISO 8601.
         built_with: versions of the libraries that matter.
-        backend: what the bundle is meant to run on; its ONNX graphs are there in any case.
-        lowering: which operators they use.
+        backend: the backend that the bundle was built for; it has ONNX graphs in any case.
+        lowering: the operators that these graphs use.
         max_seq_len: longest sequence (prompt and output), in tokens.
-        prefill_chunk: tokens a prefill step takes.
-        batch_sizes: slots that the graphs run for.
+        prefill_chunk: number of tokens that a prefill step reads.
+        batch_sizes: numbers of slots that the graphs run for, ascending from 1.
         target: the model whose distribution is sampled.
         methods: the ways to propose, at most one of each kind, the default first; none for plain decoding.
-        tokenizer: shared by target and draft.
+        tokenizer: the tokenizer of target and draft.
         files: every file but this one.
-        program: the step program's own graphs, for backends that keep a step on the device.
-        notes: where its texts are not those of transformers; purely informative.
+        program: the graphs of the step program, for backends that keep a step on the device.
+        notes: settings that make its texts differ from transformers'; purely informative.
     """
 
     format_version: int
@@ -233,10 +233,8 @@ class Manifest(Strict, frozen=True):
 
     @property
     def models(self) -> dict[str, Model]:
-        """Every model by its role: ``target``, and those of the methods."""
-        return {"target": self.target} | {
-            role: model for method in self.methods for role, model in method.models.items()
-        }
+        """All models by role: ``target``, and the methods' roles."""
+        return {"target": self.target} | {m.role: m.draft for m in self.methods if m.draft is not None}
 
     @property
     def model_names(self) -> dict[str, str]:
@@ -250,7 +248,7 @@ class Manifest(Strict, frozen=True):
 
     @property
     def engines(self) -> tuple[CompiledEngine, ...]:
-        """Every engine: the models', then the step program's."""
+        """All engines: the models', then the step program's."""
         holders = (*self.models.values(), *self.program)
         return tuple(engine for holder in holders for engine in holder.engines)
 
@@ -267,9 +265,8 @@ class Manifest(Strict, frozen=True):
 def program_points(graph: ProgramGraph, manifest: Manifest, batch: int, cache: int) -> tuple[ShapePoint, ...]:
     """The shapes of a graph of the step program, one for every size of a tree that needs it; ascending.
 
-    Acceptance is decided for the widest step too, so that it can be for methods which need no graph. Logits of one slot
-    are those of its first N tokens, whatever follows them. Those of several slots lie as far apart as the
-    target saw tokens: there N is T.
+    An accept graph also has the shape of the widest step, for methods that need no graph. With one slot it reads the
+    first N rows of the logits, whatever follows them. With several slots their logits lie T rows apart, so N is T.
     """
     trees = {tree for method in manifest.methods for tree in method.token_trees()}
     verified = {point for point in manifest.target.graph.points if point.batch == batch}
@@ -307,6 +304,6 @@ def fill_point(method: Method, tree: TokenTree, batch: int) -> ShapePoint:
 
 
 def program_sizes(point: ShapePoint, vocab: int) -> dict[str, int]:
-    """Symbolic dimensions of a graph of the step program at a shape; N are its tokens, V the width of the logits."""
+    """Sizes of the symbols of a step program's graph: N is the point's tokens, V the width of the logits."""
     nodes = point.tokens
     return point.sizes | {"N": nodes, "N-1": nodes - 1, "drafts": nodes - 1, "drafts + 1": nodes, "V": vocab}

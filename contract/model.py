@@ -23,12 +23,13 @@ BYTES_PER_WEIGHT: dict[StoredAs, float] = {
     "int4": 0.625,
     "stored": 1.125,
 }
-"""Bytes of a stored weight; for quantized ones with their share of a scale."""
+"""Bytes of a stored weight, including a quantized one's share of a scale."""
 LoweredAs = Literal["native", "portable"]
 """Operators of the graphs: the newest, which write the cache in place, or those of opset 20, which return new rows for
 the runtime to copy."""
 OPSETS: dict[LoweredAs, int] = {"native": 24, "portable": 20}
-"""TensorRT 10.3, which JetPack 6 ships, and ONNX Runtimes for Python 3.10 know operators up to opset 20."""
+"""The portable one is for TensorRT 10.3, which JetPack 6 ships, and ONNX Runtime for Python 3.10: both know operators
+up to opset 20."""
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 CELL = 8
 """G, tokens of a cell of a recurrent layer (``runtime/states.py``): few, so that a step of one token wastes little, but
@@ -39,7 +40,7 @@ class GraphFiles(Strict, frozen=True):
     """A model's graph and its static shapes.
 
     Attributes:
-        master: ONNX file whose dimensions are symbolic: those of ``ShapePoint.sizes``.
+        master: ONNX file with the symbolic dimensions of ``ShapePoint.sizes``.
     """
 
     master: str
@@ -47,7 +48,7 @@ class GraphFiles(Strict, frozen=True):
 
 
 class RankFiles(Strict, frozen=True):
-    """One process's part of a model that is split among several: tensor parallelism.
+    """One rank's part of a model that is split among processes (tensor parallelism).
 
     Attributes:
         master: its graph before it was cut, from which engines are compiled.
@@ -61,7 +62,7 @@ class RankFiles(Strict, frozen=True):
 
 
 class CacheLayer(Strict, frozen=True):
-    """Key/value heads and head sizes of one layer."""
+    """The cache of one layer: key/value heads, and their sizes."""
 
     heads: Size
     key_size: Size
@@ -69,14 +70,14 @@ class CacheLayer(Strict, frozen=True):
 
 
 class Recurrence(Strict, frozen=True):
-    """A layer's recurrent state, and the updates of tokens that it has not seen.
+    """A layer's recurrent state ``[H,Dk,Dv]``, and the updates of tokens that it has not seen.
 
     Attributes:
         heads: H of the state.
         key_heads: Hk; each serves ``heads / key_heads`` neighbouring heads.
         key_size: Dk.
         value_size: Dv.
-        decays: decays of a head: one, or one for each of the Dk numbers of a key.
+        decays: number of decays of a head: 1, or Dk if each number of a key has its own.
         rows: R, number of last tokens whose updates are kept.
     """
 
@@ -94,13 +95,13 @@ class Recurrence(Strict, frozen=True):
 
 
 class StateLayer(Strict, frozen=True):
-    """The state of a layer without attention, of a size that does not depend on the text (``runtime/states.py``).
+    """The state of a layer without attention, whose size does not depend on the text (``runtime/states.py``).
 
     Attributes:
-        conv_size: C, the width of its convolution's inputs.
-        conv_rows: number of earlier tokens whose inputs it reads: one less than the convolution's width.
+        conv_size: C, the number of channels of its convolution.
+        conv_rows: number of earlier tokens that the convolution reads: one less than its width.
         recurrence: None for a convolution alone.
-        back: number of last tokens that may be taken back: those that a draft has read and were not accepted.
+        back: number of last tokens that may be taken back: those that a draft has read and that were not accepted.
     """
 
     conv_size: Size
@@ -110,12 +111,12 @@ class StateLayer(Strict, frozen=True):
 
     @property
     def kept_rows(self) -> int:
-        """Number of last tokens whose inputs of the convolution are kept."""
+        """Number of last tokens whose inputs to the convolution are kept."""
         return self.conv_rows + self.back
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a slot."""
+        """Bytes for a slot."""
         recurrent = 0
         if (state := self.recurrence) is not None:
             recurrent = state.heads * state.key_size * state.value_size + state.rows * state.update_size
@@ -123,7 +124,7 @@ class StateLayer(Strict, frozen=True):
 
 
 def with_rows(layers: Sequence[StateLayer], widest: int, back: int = 0) -> tuple[StateLayer, ...]:
-    """Layers that keep all updates after any step of at most ``widest`` tokens, of which ``back`` may be taken back."""
+    """The layers, keeping all updates of any step of at most ``widest`` tokens; ``back`` tokens may be taken back."""
 
     def kept(layer: StateLayer) -> StateLayer:
         state = layer.recurrence
@@ -134,14 +135,14 @@ def with_rows(layers: Sequence[StateLayer], widest: int, back: int = 0) -> tuple
 
 
 class QuantizedBefore(Strict, frozen=True):
-    """Matrices that are quantized in the checkpoint.
+    """The matrices that were quantized in the checkpoint already.
 
     Attributes:
         format: such as ``AWQ``.
         kept: number stored with the checkpoint's integers and scales.
         converted: number rounded again; any others are stored in floating point.
         converted_rms_error: relative root-mean-square error of that rounding.
-        rest: precision of the other matrices; None if it is ``weights`` too.
+        rest: precision of the other matrices; None if it is that of ``PrecisionInfo.weights``.
     """
 
     format: str
@@ -159,7 +160,7 @@ class Quality(Strict, frozen=True):
         kl: mean KL divergence from the fp32 model's distributions, in nats a token.
         perplexity: the graph's.
         reference_perplexity: the fp32 model's.
-        same_choice: share of the positions at which both prefer the same next token.
+        same_choice: share of the positions at which both models prefer the same next token.
         logits_rms_error: root-mean-square difference of the logits, relative to their spread.
     """
 
@@ -179,18 +180,18 @@ class Quality(Strict, frozen=True):
 
 
 class PrecisionInfo(Strict, frozen=True):
-    """Types of a model's weights and computations.
+    """The types of a model's weights and computations.
 
     Attributes:
-        weights: of stored matrices.
-        compute: of activations and sums, on the bundle's backend.
-        cache: of the KV cache.
+        weights: type of stored matrices.
+        compute: type of activations and sums, on the bundle's backend.
+        cache: type of the KV cache.
         block_size: number of weights that share a scale, for int8 and int4; None for one scale a column.
         weight_rms_error: relative root-mean-square error of the quantized weights.
-        quality: a target's quality over the shipped text; None if it was not measured, as onnxruntime was missing.
-        not_quantized: matrices left in fp32, and why.
+        quality: a target's quality over the shipped text; None if onnxruntime was missing, which measures it.
+        not_quantized: the matrices left in fp32, with the reason of each.
         quantized_before: set if the checkpoint was quantized.
-        only_cpu: whether some matrices have zero points, or scales that no engine for GPUs reads.
+        only_cpu: whether it runs on CPUs only, as matrices have zero points, or scales that no engine for GPUs reads.
     """
 
     weights: StoredAs
@@ -209,17 +210,17 @@ class Model(Strict, frozen=True):
 
     Attributes:
         family: transformers' ``model_type``.
-        source: location of its checkpoint, for ``verify``; nothing at run time depends on it.
+        source: location of its checkpoint, for ``verify``; not used at run time.
         vocab_size: width of the logits.
         max_positions: longest sequence that the model supports.
-        cache: one entry a layer with attention.
+        cache: one entry for each layer with attention.
         weights: the weights file, shared by all its graphs.
         graph: a step graph for a target, a propose graph for a draft.
         engines: that graph, compiled for devices.
-        embedding_size: H of the embeddings that its step graph reads instead of tokens; None if it reads none.
-        states: one entry a layer without attention; these have none in ``cache``.
-        ranks: each process's part, if the model is split; ``weights`` and ``graph`` are then those of the first rank,
-            before its graph was cut.
+        embedding_size: H of the embeddings that its step graph can read instead of tokens; None if it reads none.
+        states: one entry for each layer without attention.
+        ranks: each rank's part, if the model is split; ``weights`` and ``graph`` are then the first rank's, before its
+            graph was cut.
     """
 
     family: str
@@ -237,7 +238,7 @@ class Model(Strict, frozen=True):
     ranks: tuple[RankFiles, ...] = ()
 
     def of_rank(self, rank: int) -> Model:
-        """A rank's part: its share of the heads, and its own files; all of a model that is not split."""
+        """A rank's part, with its share of the heads and its files; the model itself if it is not split."""
         if not self.ranks:
             return self
         files, replace = self.ranks[rank], msgspec.structs.replace
@@ -252,5 +253,5 @@ class Model(Strict, frozen=True):
 
     @property
     def cache_row_bytes(self) -> int:
-        """Bytes of a token's row in its cache, over all layers."""
+        """Bytes that the cache of all layers takes for a token."""
         return sum(4 * layer.heads * (layer.key_size + layer.value_size) for layer in self.cache)

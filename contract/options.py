@@ -1,4 +1,4 @@
-"""Options as structs: a field is an option, with its type, range and default; its help is in the class docstring.
+"""Options as structs: each field declares an option's type, range and default; its help is in the class docstring.
 
 Flags (``specexport.commands.flags``), the keywords of functions, the fields of requests and the tables in ``docs/``
 follow from these fields, and every value is checked against them.
@@ -53,19 +53,19 @@ def option(metavar: str | None = None, **about: Any) -> Meta:
 
     Args:
         metavar: the value's name in ``--help``.
-        about: ``ge``, ``gt``, ``le`` and ``lt``, limits of its numbers, and ``min_length`` of its texts, as of
-            ``msgspec.Meta``; ``group``, the heading in ``--help``; ``short``, such as ``-o``; ``off``, the help of
-            ``--no-NAME`` where the default is true; ``positional``; ``repeat``, for a flag that is repeated instead of
-            taking several values; ``once``, for one that is refused a second time; ``parse``, which reads the flag's
-            text; ``expected``, its values in words, where its type says too little; ``hidden``, if it has no flag; and
-            ``unchecked``, if it is checked where it is used.
+        about: limits as in ``msgspec.Meta``, ``ge``, ``gt``, ``le`` and ``lt`` of numbers and ``min_length`` of texts;
+            ``group``, the heading in ``--help``; ``short``, such as ``-o``; ``off``, the help of ``--no-NAME`` if the
+            default is true; ``positional``; ``repeat``, for a flag that is repeated instead of taking several values;
+            ``once``, for a flag that must not be repeated; ``parse``, a function that reads the flag's text;
+            ``expected``, the allowed values in words, if the type says too little; ``hidden``, for an option without a
+            flag; and ``unchecked``, for an option that is checked where it is used.
     """
     return Meta(extra={"metavar": metavar, **about})
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option, as its field states it.
+    """An option, as its field declares it.
 
     Attributes:
         kind: its type, without None: ``int``, ``float``, ``bool``, ``str``, ``Path`` or ``object``; for a list, the
@@ -73,7 +73,7 @@ class Option:
         several: whether it is a list.
         choices: the allowed values; empty for any.
         default: :data:`REQUIRED` if there is none.
-        default_text: the default in words; empty if there is none, or it is a truth value.
+        default_text: the default in words; empty if there is none, or if it is a truth value.
         expected: the allowed values in words.
         about: the other arguments of :func:`option`.
     """
@@ -95,7 +95,7 @@ class Option:
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all options. Numbers may be NumPy's or torch's, and paths texts.
+    """Base of all options. Numbers may be NumPy's or torch's, and paths may be texts.
 
     Raises:
         SpecExportError: a value is of the wrong kind or out of range; names it.
@@ -108,7 +108,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_keywords(cls, *args: Any, **values: Any) -> Self:
-        """The options from a caller's arguments, whose names may be wrong.
+        """Creates the options from a caller's arguments, whose names may be wrong.
 
         Raises:
             SpecExportError: see the class; or there is no such option.
@@ -137,7 +137,7 @@ def dashed(name: str) -> str:
 
 
 def checked(kind: type[Options], values: Mapping[str, Any], spelled: Callable[[str], str] = str) -> dict[str, Any]:
-    """Values of options, converted to their types; ``spelled`` returns an option's name for an error.
+    """Converts values to the types of their options; ``spelled`` maps an option's name to its spelling in errors.
 
     Raises:
         SpecExportError: one is of the wrong kind or out of range.
@@ -163,7 +163,7 @@ def _path(kind: type, value: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def options(kind: type[Options]) -> dict[str, Option]:
-    """The options of a struct by the names of its fields."""
+    """The options of a struct, by field."""
     hints, help = get_type_hints(kind, include_extras=True), dict[str, str]()
     for parent in reversed(kind.__mro__):
         help |= {name: " ".join(text.split()).rstrip(".") for name, text in _DOCUMENTED.findall(parent.__doc__ or "")}
@@ -188,7 +188,7 @@ def _meta(hint: Any) -> Meta | None:
 
 
 def _alternatives(bare: Any) -> tuple[Any, ...]:
-    """The types of a union without None; empty if it is no union."""
+    """The types of a union without None; empty if it is not a union."""
     union = get_origin(bare) in (Union, UnionType)
     return tuple(part for part in get_args(bare) if part is not NoneType) if union else ()
 
@@ -212,7 +212,7 @@ def _limited(hint: Any, limits: dict[str, Any]) -> Any:
 
 
 def _shape(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
-    """The kind, whether it is a list, and the choices of a type; see :class:`Option`."""
+    """The ``kind``, ``several`` and ``choices`` of a type; see :class:`Option`."""
     bare = _bare(hint)
     if parts := _alternatives(bare):
         shapes = list(map(_shape, parts))
@@ -226,7 +226,7 @@ def _shape(hint: Any) -> tuple[type, bool, tuple[Any, ...]]:
 
 
 def expected(hint: Any) -> str:
-    """The values of a type, in words."""
+    """The allowed values of a type, in words."""
     bare = _bare(hint)
     origin, args = get_origin(bare), get_args(bare)
     if parts := _alternatives(bare):

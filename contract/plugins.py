@@ -1,4 +1,4 @@
-"""Entry points of installed packages: this package's first, then those of others."""
+"""Entry points of this package and of other installed packages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ _PACKAGE = "specexport"
 
 
 @lru_cache(maxsize=4)
-def offered(group: str) -> dict[str, EntryPoint]:
-    """The entry points of a group by name; cached, as a search takes 20 ms. Those of this package take precedence.
+def installed(group: str) -> dict[str, EntryPoint]:
+    """The installed entry points of a group by name, this package's first; cached, as a search takes 20 ms.
+
+    Of two entry points with the same name, this package's takes precedence.
 
     Raises:
         SpecExportError: this package was installed without its entry points.
     """
 
     def foreign(entry: EntryPoint) -> bool:
-        return not entry.value.startswith(f"{_PACKAGE}.")  # its distribution's name takes 10 ms to read
+        return not entry.value.startswith(f"{_PACKAGE}.")  # reading its distribution's name takes 10 ms
 
     entries = sorted(entry_points(group=group), key=lambda entry: (foreign(entry), entry.name))
     if not entries or foreign(entries[0]):
@@ -38,10 +40,10 @@ def load(group: str, name: str) -> Any:
     """Loads an entry point of a group.
 
     Raises:
-        SpecExportError: loading it failed.
+        SpecExportError: it cannot be loaded.
     """
     try:
-        return offered(group)[name].load()
+        return installed(group)[name].load()
     except Exception as error:  # a third party's package may raise anything
         raise SpecExportError(
             f"the entry point {name!r} of {group} cannot be loaded: {type(error).__name__}: {error}; repair or "

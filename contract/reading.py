@@ -26,7 +26,7 @@ _MAX_MANIFEST_BYTES = 16 << 20
 _MAX_CACHE_BYTES = 1 << 40
 _PART = f"{MANIFEST_NAME}.part"
 _REPLACEABLE = (".onnx", ".engine", ".bin", ".part")
-"""Suffixes of graphs, engines, weights converted for them, and unfinished files."""
+"""Suffixes of graphs, engines, their converted weights, and unfinished files."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -40,10 +40,10 @@ def _encoded(manifest: Manifest) -> bytes:
 
 @contextlib.contextmanager
 def changing(folder: Path) -> Iterator[Manifest]:
-    """Yields the manifest of a bundle whose graphs and engines are to be replaced, by one process at a time.
+    """Locks a bundle whose graphs and engines the block replaces, and yields its manifest.
 
-    Files are written first and the manifest last (:func:`exchange_manifest`), so that the bundle is always complete.
-    Graphs and engines that the manifest does not list are removed before and after.
+    The block writes files first and the manifest last (:func:`exchange_manifest`), so that the bundle is always
+    complete. Graphs and engines that the manifest does not list are removed before and after.
 
     Raises:
         BundleError: the bundle is incomplete.
@@ -75,7 +75,7 @@ def _sweep(folder: Path, manifest: Manifest) -> None:
 
 
 def exchange_manifest(folder: Path, manifest: Manifest) -> None:
-    """Checks a manifest as a reader would, then replaces the old one; to be called within :func:`changing`."""
+    """Checks a manifest as a reader would, then replaces the old one; requires :func:`changing`."""
     part = folder / _PART
     part.write_bytes(_encoded(manifest))
     _read(part)
@@ -83,7 +83,7 @@ def exchange_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and validates the manifest alone, not the files.
+    """Reads and validates a bundle's manifest, but not its other files.
 
     Raises:
         BundleError: the folder or the manifest is missing, malformed, too new, or names a path outside the bundle.
@@ -129,12 +129,12 @@ class _Version(msgspec.Struct):
 
 
 def _invalid(what: str, again: str = "build") -> BundleError:
-    """An error in a manifest, with what to do."""
+    """The error for an invalid manifest, with its remedy."""
     return BundleError(f"{what}; {again} the bundle again")
 
 
 def _check_files_listed(manifest: Manifest) -> None:
-    """Checks that every path is in the bundle, and that every used file is listed with its size and hash."""
+    """Checks that every path stays in the bundle, and that every used file is listed."""
     listed = set()
     for entry in manifest.files:
         pure = PurePosixPath(entry.path)
@@ -157,23 +157,22 @@ def _check_files_listed(manifest: Manifest) -> None:
 
 
 def _check_methods(manifest: Manifest) -> None:
-    """Checks that methods have different names and roles, and a model each that drafts from tokens."""
+    """Checks that methods differ in name and role, and that each has its model, which reads tokens."""
     names = [method.name for method in manifest.methods]
-    roles = [role for method in manifest.methods for role in method.models]
+    roles = [method.role for method in manifest.methods if method.draft is not None]
     if len(set(names)) != len(names) or len(set(roles)) != len(roles):
         raise _invalid(f"methods: {', '.join(names)}; expected each once, and at most one with a draft")
     for method in manifest.methods:
-        if method.signatures.keys() != method.models.keys():
+        if (method.signature is None) != (method.draft is None):
             raise _invalid(f"{method.name}: its model is missing")
         if isinstance(method, MethodOptions) and method.sizes:
             raise _invalid(f"{method.name}: num_speculative_tokens is given beside trees")
-        for role, model in method.models.items():
-            if model.embedding_size is not None:
-                raise _invalid(f"embedding_size of the {role}: expected null")
+        if method.draft is not None and method.draft.embedding_size is not None:
+            raise _invalid(f"embedding_size of the {method.role}: expected null")
 
 
 def _check_tokens(manifest: Manifest) -> None:
-    """Checks that the target has the tokens of the tokenizer and of the rules, and positions for the longest text."""
+    """Checks that the target has the tokenizer's and the rules' tokens, and positions for the longest text."""
     target = manifest.target
     beyond = [token for token in manifest.tokenizer.eos_token_ids if token >= target.vocab_size]
     if beyond:
@@ -186,13 +185,12 @@ def _check_tokens(manifest: Manifest) -> None:
 
 
 def _check_models(manifest: Manifest) -> None:
-    """Checks that all shapes the engine needs exist, and that none needs an absurd amount of memory."""
+    """Checks that all shapes exist that the engine needs, and that none takes an absurd amount of memory."""
     verified = {1}.union(*map(_tree_sizes, manifest.methods))
     proposing = {
-        role
+        method.role
         for method in manifest.methods
-        for role, graph in method.signatures.items()
-        if tensors.LOGITS_ROWS not in graph.inputs
+        if method.signature is not None and tensors.LOGITS_ROWS not in method.signature.inputs
     }
     for role, model in manifest.models.items():
         points = model.graph.points
@@ -221,7 +219,7 @@ def _check_models(manifest: Manifest) -> None:
 
 
 def _check_ranks(role: str, model: Model) -> None:
-    """Checks that only a target is split, each rank with equally many segments and a whole number of heads."""
+    """Checks that only a target is split, into ranks with as many segments and a whole number of heads each."""
     ranks = model.ranks
     if beyond := [engine for engine in model.engines if engine.rank >= max(1, len(ranks))]:
         raise _invalid(
@@ -247,11 +245,11 @@ def _check_ranks(role: str, model: Model) -> None:
 
 
 def _check_points(role: str, points: Sequence[ShapePoint], proposes: bool, manifest: Manifest) -> None:
-    """Checks that points are unique and fit the kind of graph, and that the cache holds the longest text and a step."""
+    """Checks that points are unique and fit the kind of graph, and that the cache has room for a step at the end."""
     if not points:
         raise _invalid(f"there is no shape point of the {role}")
     cached = bool(manifest.models[role].cache)
-    fed = [manifest.prefill_chunk, *(method.catch_up for method in manifest.methods if role in method.models)]
+    fed = [manifest.prefill_chunk, *(method.catch_up for method in manifest.methods if method.role == role)]
     doubled = len(set(points)) != len(points)
     for point in points:
         fits = point.rows in (1, point.tokens) and not point.drafts
@@ -268,7 +266,7 @@ def _check_points(role: str, points: Sequence[ShapePoint], proposes: bool, manif
 
 
 def _check_batches(role: str, points: Sequence[ShapePoint], manifest: Manifest) -> None:
-    """Checks that every shape exists at every cache size and, but for prefill chunks, at every batch size."""
+    """Checks that every shape exists at every cache size and, except for prefill chunks, at every batch size."""
     sizes = manifest.batch_sizes
     if sizes[:1] != (1,) or list(sizes) != sorted(set(sizes)):
         raise _invalid(f"batch_sizes are {list(sizes)}; expected them to ascend from 1")
@@ -283,7 +281,7 @@ def _check_batches(role: str, points: Sequence[ShapePoint], manifest: Manifest) 
 
 
 def _tree_sizes(method: Method) -> set[int]:
-    """Widths of a method's steps; checks that it can fill its trees."""
+    """The widths of a method's steps; checks that the method can fill its trees."""
     name, sizes = method.name, set[int]()
     for choices in method.trees:
         try:
@@ -303,7 +301,7 @@ def _tree_sizes(method: Method) -> set[int]:
 
 
 def file_entry(folder: Path, name: str) -> FileEntry:
-    """The entry of one file of a bundle."""
+    """The manifest's entry for a file of the bundle."""
     path = folder / name
     return FileEntry(path=name, size=path.stat().st_size, sha256=sha256(path))
 
@@ -320,15 +318,15 @@ def sha256(path: Path) -> str:
 def check_files(
     folder: Path, manifest: Manifest, *, hashes: bool, progress: Callable[[int], None] | None = None
 ) -> None:
-    """Checks that every listed file is inside the bundle, whole, and (with ``hashes``) unaltered.
+    """Checks that every listed file is inside the bundle, complete, and (with ``hashes``) unaltered.
 
     In the cache of the Hugging Face hub a snapshot's files are links into ``blobs``, which count as inside.
 
     Args:
         folder: the bundle.
         manifest: its manifest.
-        hashes: also compare SHA-256; costs about a second for two gigabytes.
-        progress: called with the bytes of each file checked.
+        hashes: whether to compare SHA-256 too, which takes about a second for two gigabytes.
+        progress: called with the size of each checked file, in bytes.
 
     Raises:
         BundleError: names the first file that is missing, outside, of another size, or altered.

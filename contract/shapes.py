@@ -1,4 +1,4 @@
-"""Shape points: the only shapes a bundle's graphs ever run at."""
+"""Shape points: the static shapes at which a bundle's graphs run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 Size = Annotated[int, Meta(ge=1, le=2**24)]
-"""A dimension of a tensor; bounded, so that a forged manifest cannot ask for absurd allocations unnoticed."""
+"""A dimension of a tensor; bounded, so that a forged manifest cannot ask for absurd allocations."""
 _BUCKET_GRAIN = 64
 
 CATCH_UP_TOKENS = 2
@@ -29,10 +29,10 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
     Attributes:
         batch: slots, ``B``.
         tokens: query tokens a slot, ``T``.
-        cache: cache rows a slot, ``S``; 0 for a graph of the step program without a cache.
-        rows: rows of logits or candidates a step graph computes, ``R``: all in a decode or verify step, one in a
-            prefill chunk. 0 for a propose graph, which always looks at one.
-        drafts: tokens a propose graph drafts, ``K``; 0 for a step graph.
+        cache: cache rows a slot, ``S``; 0 for graphs without a cache.
+        rows: rows for which a step graph computes logits or candidates, ``R``: all tokens in a decode or verify step,
+            one in a prefill chunk; 0 for a propose graph, which needs one row.
+        drafts: tokens that a propose graph drafts, ``K``; 0 for a step graph.
     """
 
     batch: Annotated[int, Meta(ge=1, le=2**12)]
@@ -43,20 +43,13 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
 
     @property
     def fed(self) -> int:
-        """Tokens fed to the model, each with a cache row, ``F``: all of a call's but the last draft token."""
+        """Tokens fed to the model, each with a cache row, ``F``: all tokens of a call but the last draft token."""
         return self.tokens + max(0, self.drafts - 1)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every symbolic dimension of a master at this point."""
-        return {
-            "B": self.batch,
-            "T": self.tokens,
-            "S": self.cache,
-            "R": self.rows,
-            "K": self.drafts,
-            "F": self.fed,
-        }
+        """The sizes of a master's symbolic dimensions at this point."""
+        return {"B": self.batch, "T": self.tokens, "S": self.cache, "R": self.rows, "K": self.drafts, "F": self.fed}
 
     def size(self, dim: int | str) -> int:
         """The length of an axis named by a symbol such as ``T``, or by a sum or product such as ``S + 2*T``.
@@ -75,11 +68,11 @@ class ShapePoint(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
 
 
 def cache_buckets(max_seq_len: int, widest: int) -> tuple[int, ...]:
-    """Sizes through which a slot's cache grows, in rows, ascending.
+    """The sizes through which a slot's cache grows, in rows, ascending.
 
     Attention over a static cache costs its whole length, so a short text should not pay for a long context: sizes grow
-    by about 1.4x from 128 rows. The last one has room for a step of ``widest`` tokens at the last row of the context,
-    so that steps at its end run at the usual shapes.
+    by about 1.4x from 128 rows. The last size has room for a step of ``widest`` tokens at the end of the context, so
+    that such steps run at the usual shapes.
     """
     top = -(-(max_seq_len + widest) // _BUCKET_GRAIN) * _BUCKET_GRAIN
     sizes: list[int] = []
@@ -92,7 +85,7 @@ def cache_buckets(max_seq_len: int, widest: int) -> tuple[int, ...]:
 
 
 def batch_points(most: int) -> tuple[int, ...]:
-    """Batch sizes to build graphs for, ascending: the powers of two below the largest, and the largest itself."""
+    """The batch sizes to build graphs for, ascending: the powers of two below ``most``, and ``most`` itself."""
     sizes = [1]
     while sizes[-1] * 2 < most:
         sizes.append(sizes[-1] * 2)
@@ -100,10 +93,10 @@ def batch_points(most: int) -> tuple[int, ...]:
 
 
 def uncached_points(points: Collection[ShapePoint]) -> list[ShapePoint]:
-    """The points at which a GPU runs a propose graph without a cache; ascending.
+    """The points at which a GPU runs a propose graph without a cache, ascending.
 
-    They have all stages, and every level width above one node, unless there is none. Further points would store the
-    weights again; these also fill shallower trees and narrower levels.
+    They have all stages, and every level width above one node, unless there is none. They also serve shallower trees
+    and narrower levels, as further points would store the weights again.
     """
     stages = max(point.drafts for point in points)
     whole = sorted(point for point in points if point.drafts == stages)
@@ -111,7 +104,7 @@ def uncached_points(points: Collection[ShapePoint]) -> list[ShapePoint]:
 
 
 def window(slots: Collection[int], sizes: Sequence[int]) -> range:
-    """The window of a run that includes some slots: of the smallest batch size that spans them."""
+    """The window of a run that includes these slots: neighbours, as many as the smallest batch size that spans them."""
     first, last = min(slots), max(slots)
     size = next(size for size in sizes if size > last - first)
     # Aligned if possible, so that there are few different windows.

@@ -1,4 +1,4 @@
-"""The inputs and outputs of each kind of graph."""
+"""The signatures of graphs: the inputs and outputs of each kind."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class GraphSignature:
     """Inputs and outputs of a graph.
 
     Attributes:
-        inputs: without caches.
-        outputs: without caches and new rows.
-        fed: symbol of the tokens fed in a run; each adds a cache row.
+        inputs: all but caches and states.
+        outputs: all but caches, states and their new rows.
+        fed: symbol of the number of tokens fed in a run; each adds a cache row.
     """
 
     inputs: tuple[Tensor, ...]
@@ -28,7 +28,7 @@ class GraphSignature:
     fed: Literal["T", "F"] = "T"
 
     def buffers(self, point: ShapePoint) -> tuple[dict[str, Array], dict[str, Array]]:
-        """New arrays for the inputs, with their initial values, and for the outputs of a run at a shape point."""
+        """New arrays for a run at a shape point: the inputs with their initial values, and the outputs."""
         outputs = (tensor for tensor in self.outputs if not tensor.stage or tensor.stage < point.drafts)
         return (
             {str(tensor): tensor.array(point.sizes) for tensor in self.inputs},
@@ -36,35 +36,29 @@ class GraphSignature:
         )
 
 
-STEP_INPUTS = (
-    tensors.INPUT_IDS,
-    tensors.POSITION_IDS,
-    tensors.TREE_MASK,
-    tensors.PAST_LENGTH,
-    tensors.LOGITS_ROWS,
-)
+STEP_INPUTS = (tensors.INPUT_IDS, tensors.POSITION_IDS, tensors.TREE_MASK, tensors.PAST_LENGTH, tensors.LOGITS_ROWS)
 
 
 def step_signature(
     outputs: Sequence[Tensor], embedding_size: Dim | None = None, states: Sequence[StateLayer] = ()
 ) -> GraphSignature:
-    """A step graph with these outputs; with an ``embedding_size`` H it can read embeddings instead of tokens."""
+    """The signature of a step graph; with an ``embedding_size`` H it can read embeddings instead of tokens."""
     return GraphSignature((*STEP_INPUTS, *embedding_inputs(embedding_size), *known_tokens(states)), tuple(outputs))
 
 
 def embedding_inputs(embedding_size: Dim | None) -> tuple[Tensor, ...]:
-    """Inputs of a step graph that can read embeddings of H = ``embedding_size``; none if it cannot."""
+    """The inputs through which a step graph reads embeddings of H = ``embedding_size``; none if that is None."""
     return () if embedding_size is None else (tensors.INPUTS_EMBEDS.sized(H=embedding_size), tensors.EMBEDS_MASK)
 
 
 def target_signature(target: Model, observed: Sequence[Tensor]) -> GraphSignature:
-    """The target's step graph; ``observed`` are the outputs that methods read besides its logits."""
+    """The signature of the target's step graph; ``observed`` are the outputs that methods read besides its logits."""
     logits = tensors.LOGITS.sized(V=target.vocab_size)
     return step_signature((logits, *dict.fromkeys(observed)), target.embedding_size, target.states)
 
 
 def propose_signature(candidates: Dim, states: Sequence[StateLayer] = ()) -> GraphSignature:
-    """The propose graph of a draft that draws a token a pass; ``candidates`` is M of q."""
+    """The signature of the propose graph of a draft that draws a token in each pass; ``candidates`` is M of q."""
     inputs = (
         tensors.INPUT_IDS,
         tensors.PAST_LENGTH,
@@ -78,7 +72,7 @@ def propose_signature(candidates: Dim, states: Sequence[StateLayer] = ()) -> Gra
 
 
 def accept_signature(rule: AcceptRule, candidates: Dim) -> GraphSignature:
-    """The accept graph of a rule; ``candidates`` is M of q, which lossless acceptance reads."""
+    """The signature of a rule's accept graph; ``candidates`` is M of q, which lossless acceptance reads."""
     inputs = [
         tensors.LOGITS.shaped("B", "N", "V"),
         tensors.PARENTS,
@@ -94,7 +88,10 @@ def accept_signature(rule: AcceptRule, candidates: Dim) -> GraphSignature:
 
 
 def fill_signature(candidates: Dim, stages: int = 0) -> GraphSignature:
-    """The fill graph of drafts with M = ``candidates``: after a propose graph of K rows, or of some ``stages``."""
+    """The signature of the fill graph for drafts with M = ``candidates``.
+
+    It follows a propose graph with K rows, or with ``stages`` outputs if that is not 0.
+    """
     drafted = [tensor.sized(M=candidates) for tensor in tensors.DRAFTED]
     if stages:
         drafted = stage_outputs(candidates, stages, "R")
@@ -104,7 +101,7 @@ def fill_signature(candidates: Dim, stages: int = 0) -> GraphSignature:
 
 
 def stage_outputs(candidates: Dim, stages: int, rows: Dim) -> list[Tensor]:
-    """``tensors.DRAFTED`` of each stage of an MLP speculator: one row for the first, ``rows`` for the others."""
+    """``tensors.DRAFTED`` of each stage of an MLP speculator: one row in the first stage, ``rows`` in the others."""
     return [
         tensor.of_stage(stage).shaped("B", rows if stage else 1, *(() if len(tensor.dims) == 2 else (candidates,)))
         for stage in range(stages)
@@ -113,20 +110,20 @@ def stage_outputs(candidates: Dim, stages: int, rows: Dim) -> list[Tensor]:
 
 
 COMMIT = GraphSignature((tensors.PAST_LENGTH, tensors.PATH), ())
-"""The commit graph, which also takes the caches and returns them in the same memory."""
+"""The signature of the commit graph, which also takes the caches and returns them in the same memory."""
 
 
 Interface = tuple[str, tuple[Dim | None, ...]]
 """A tensor's type and sizes, as a manifest or a graph declares them."""
 
 
-def declared(signature: Iterable[Tensor]) -> dict[str, Interface]:
-    """Types and sizes of tensors by name."""
+def interfaces(signature: Iterable[Tensor]) -> dict[str, Interface]:
+    """The types and sizes of tensors, by name."""
     return {str(tensor): (tensor.dtype, tensor.dims) for tensor in signature}
 
 
-def in_words(interface: Interface | None) -> str:
-    """A tensor's type and sizes for an error."""
+def describe(interface: Interface | None) -> str:
+    """Describes a tensor's type and sizes, for an error."""
     return "absent" if interface is None else f"{interface[0]}[{', '.join(map(str, interface[1]))}]"
 
 
@@ -139,7 +136,7 @@ def cache_inputs(model: Model) -> tuple[Tensor, ...]:
 def cache_outputs(
     cache: Sequence[CacheLayer], layers: Sequence[StateLayer], lowering: LoweredAs, fed: str
 ) -> tuple[Tensor, ...]:
-    """Caches and states that a graph returns: natively whole caches, portably the rows of the tokens ``fed``."""
+    """The caches and states that a graph returns: natively whole caches, portably the rows of the tokens ``fed``."""
     if lowering == "native":
         return (*caches(cache, tensors.PRESENT_KEY, tensors.PRESENT_VALUE), *new_states(layers, fed))
     key, value = (tensor.sized(F=fed) for tensor in (tensors.NEW_KEY, tensors.NEW_VALUE))
@@ -180,7 +177,7 @@ def new_states(layers: Sequence[StateLayer], fed: str = "T") -> tuple[Tensor, ..
 def _states(
     layers: Sequence[StateLayer], conv: Tensor, updates: Tensor, state: Tensor, fed: str = "F"
 ) -> tuple[Tensor, ...]:
-    # All symbols at once: where ``fed`` is R, it is not the R rows that a layer keeps.
+    # All symbols in one call: ``fed`` may be R, which is not the number of rows that a layer keeps.
     declared: list[Tensor] = []
     for index, layer in enumerate(layers):
         sizes: dict[str, Dim] = {"W-1": layer.kept_rows, "C": layer.conv_size, "F": fed}

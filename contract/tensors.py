@@ -1,14 +1,14 @@
-"""Every tensor that goes into a bundle's graphs or comes out of them, declared once: name, type, shape and meaning.
+"""Declares every input and output of a bundle's graphs once: name, type, shape and meaning.
 
-A :class:`Tensor` is its own name, so that it indexes the arrays of a run. :mod:`specexport.contract.signature` says
-which graph has which tensors. Example inputs for tracing, the runtime's buffers and their initial values, the checks of
-opened graphs and the tables of ``docs/graph-contract.md`` follow from both.
+A :class:`Tensor` is a string, its name, so that it indexes the arrays of a run. :mod:`specexport.contract.signature`
+says which graph has which tensors. Example inputs for tracing, the runtime's buffers and their initial values, the
+checks of opened graphs and the tables of ``docs/graph-contract.md`` follow from these declarations.
 
-Symbols: ``B`` slots of the batch, ``T`` query tokens, ``R`` rows whose logits are wanted, ``S`` cache rows, ``Hkv``
-key/value heads, ``D`` head size, ``V`` vocabulary (width of the target's logits), ``K`` draft tokens, ``M`` candidate
-tokens of a draft distribution or of a head, ``N`` nodes of a tree, ``H`` width of an embedding, ``F`` tokens fed to a
-model in one call: ``T`` for a step, ``T + K - 1`` for a propose graph, whose last draft token is not fed. ``C`` cells
-of ``G`` tokens each, ``U`` numbers of a token's update: see :mod:`specexport.runtime.states`.
+Symbols: ``B`` slots of the batch, ``T`` query tokens, ``R`` rows with logits, ``S`` cache rows, ``Hkv`` key/value
+heads, ``D`` head size, ``V`` vocabulary (width of the target's logits), ``K`` draft tokens, ``M`` candidate tokens of a
+draft distribution or of a head, ``N`` nodes of a tree, ``H`` width of an embedding, ``F`` tokens fed to a model in one
+call: ``T`` for a step, ``T + K - 1`` for a propose graph, whose last draft token is not fed. ``C`` cells of ``G``
+tokens each, ``U`` size of a token's update: see :mod:`specexport.runtime.states`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Tensor(str):
 
     Attributes:
         meaning: one line for docs.
-        initial: an input's valid value before anything is written.
+        initial: a valid value of an input before anything is written: a number, or a function of shape and sizes.
         field: the manifest's field that its sizes come from.
-        stage: the stage of a propose graph that produces it; points that run fewer stages lack it.
+        stage: the stage of a propose graph that returns it; points with fewer stages lack it.
     """
 
     __slots__ = ("dims", "dtype", "field", "initial", "meaning", "stage")
@@ -68,11 +68,11 @@ class Tensor(str):
         return Tensor(**({"name": str(self)} | declared | changes))
 
     def shaped(self, *dims: Dim) -> Tensor:
-        """The tensor in a graph where it has another shape."""
+        """The tensor with another shape, as in some graphs."""
         return self._with(dims=dims)
 
     def sized(self, **sizes: Dim) -> Tensor:
-        """The tensor of a model with these sizes, by symbol."""
+        """The tensor with numbers in place of these symbols, as in a model's graphs."""
         return self._with(dims=tuple(sizes.get(str(dim), dim) for dim in self.dims))
 
     def at(self, index: int) -> Tensor:
@@ -84,14 +84,14 @@ class Tensor(str):
         return self._with(name=f"{self}.{stage}", stage=stage)
 
     def shape(self, sizes: Sizes) -> Shape:
-        """The shape for sizes of the symbols."""
+        """The shape, given the sizes of the symbols."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
 
     def zeros(self, sizes: Sizes) -> Array:
         return np.zeros(self.shape(sizes), self.dtype)
 
     def array(self, sizes: Sizes) -> Array:
-        """An array for it with its initial value."""
+        """A new array with the initial value."""
         array = self.zeros(sizes)
         array[...] = self.initial(array.shape, sizes) if callable(self.initial) else self.initial
         return array
@@ -132,7 +132,7 @@ CANDIDATES = _tensor(
     field="heads and candidates",
 )
 HIDDEN = _tensor(
-    "hidden_states", "float32[B,R,H]", "with an MLP speculator: what the language-model head reads", field="hidden"
+    "hidden_states", "float32[B,R,H]", "with an MLP speculator: the input of the language-model head", field="hidden"
 )
 LAYER_STATES = _tensor(
     "layer_states",
@@ -158,7 +158,7 @@ KNOWN_TOKENS = _tensor(
 CELL_ROWS = _tensor(
     "cell_rows",
     "int64[C,B,G]",
-    "where each cell finds its tokens' updates, among the kept rows and the T new ones",
+    "the place of each cell's updates among the kept rows and the T new rows",
     field="states",
 )
 PAST_CONV = _tensor(
@@ -206,8 +206,8 @@ DRAFTED = (DRAFT_TOKENS, DRAFT_IDS, DRAFT_PROBS)
 """A draft's outputs for its tokens."""
 
 # --- propose graph of an MLP speculator -------------------------------------------------------------------------------
-# Of its stages the first looks at the tree's root, stage d at the T nodes at depth d that have children; of those after
-# a tree's depth nothing is read.
+# The first stage runs at the tree's root, stage d at the T nodes of depth d that have children. Further stages' outputs
+# are not read.
 HIDDEN_STATE = _tensor(
     "hidden_state", "float32[B,H]", "the target's `hidden_states` at the last token in its cache", field="hidden"
 )
@@ -217,15 +217,15 @@ LEVEL_PARENTS = _tensor(
 LEVEL_RANKS = _tensor(
     "level_ranks",
     "int64[B,stages,T]",
-    "which of its parent's continuations it is: 0 the drawn token, then the most probable others",
+    "each node's rank among its parent's continuations: 0 the drawn token, then the most probable others",
 )
 
 # --- propose graphs of EAGLE-3, MTP and DFlash drafts -----------------------------------------------------------------
-OWN_STATE = _tensor("own_state", "float32[B,H]", "read by the first row where `reads_own`: a `next_state`")
+OWN_STATE = _tensor("own_state", "float32[B,H]", "input of the first row where `reads_own`: an earlier `next_state`")
 READS_OWN = _tensor("reads_own", "bool[B]", "whether the draft continues from its own state")
 NEXT_STATE = _tensor("next_state", "float32[B,1,H]", "state for the row after the last one")
 BLOCK_ROWS = _tensor(
-    "block_rows", "int64[B]", "1 + the slot's draft tokens, at most 1 + K: later rows of the block are not seen"
+    "block_rows", "int64[B]", "1 + the slot's draft tokens, at most 1 + K: the block's other rows are hidden"
 )
 
 # --- accept graph -----------------------------------------------------------------------------------------------------
@@ -252,9 +252,9 @@ TREE_IDS = _tensor("tree_ids", "int64[B,N-1,M]", "`draft_ids` of accept")
 TREE_PROBS = _tensor("tree_probs", "float32[B,N-1,M]", "`draft_probs` of accept")
 
 DECLARED: dict[str, Tensor] = {str(tensor): tensor for tensor in tuple(vars().values()) if isinstance(tensor, Tensor)}
-"""All of them by name; a layer's or a stage's without its number."""
+"""All tensors by name; those of layers and stages without a number."""
 CACHES = tuple(f"{tensor}." for tensor in DECLARED.values() if tensor.field == "cache")
-"""Prefixes of the names of caches and of their rows."""
+"""Prefixes of the names of caches and their rows."""
 STATES = tuple(f"{tensor}." for tensor in DECLARED.values() if tensor.field == "states" and tensor is not CELL_ROWS)
 """Prefixes of the names of states of layers without attention."""
 COLLECTIVES = ("sum.", "join.")
@@ -262,4 +262,4 @@ COLLECTIVES = ("sum.", "join.")
 CARRIED = "carried."
 """Prefix of tensors that a later segment of such a model reads from an earlier one."""
 COLLECTIVE_DOMAIN = "specexport"
-"""Domain of the operators that do so, until a graph is cut there."""
+"""Domain of the operators that stand for this until a graph is cut into segments."""

@@ -1,4 +1,4 @@
-"""Token trees, which one verify step reads. A chain is a tree with one leaf."""
+"""Token trees, each verified in one step. A chain is a tree with one leaf."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class TokenTree:
 
     Attributes:
         parents: parent of each node; -1 for the root only.
-        ranks: which of its parent's most probable continuations a node is, counted from 0; 0 for the root. Without
-            them, siblings are ranked in the order they have.
+        ranks: each node's rank among its parent's most probable continuations, from 0; 0 for the root. By default
+            siblings are ranked in their order.
 
     Raises:
         SpecExportError: the parents do not describe such a tree, or it has more than ``MAX_NODES`` nodes.
@@ -126,13 +126,13 @@ class TokenTree:
 
     @classmethod
     def best(cls, weight: Callable[[tuple[int, ...]], float], nodes: int, ranks: int, depth: int) -> TokenTree:
-        """The tree of most weight, if no path weighs more than the path to its parent.
+        """The tree with the greatest total weight, provided that no path outweighs the path to its parent.
 
         Args:
-            weight: of a path of ranks, such as the chance that its last token is accepted.
-            nodes: of the tree, the root included; fewer where fewer paths weigh anything.
-            ranks: ranks below this are tried.
-            depth: longest path.
+            weight: the weight of a path of ranks, such as the probability that its last token is accepted.
+            nodes: the number of nodes, including the root; the tree has fewer if fewer paths have weight.
+            ranks: the number of ranks to try.
+            depth: the length of the longest path.
         """
         chosen: list[tuple[int, ...]] = []
         open_paths: list[tuple[float, int, tuple[int, ...]]]
@@ -189,7 +189,7 @@ class TokenTree:
             depths[node] = depths[parent] + 1
         return depths
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Distance of the deepest node from the root."""
         return int(self.depths.max())
@@ -214,7 +214,7 @@ class TokenTree:
 
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes with children, by depth: the root, and so on to the parents of the deepest nodes."""
+        """The nodes with children, by depth: from the root to the parents of the deepest nodes."""
         return tuple(
             tuple(node for node, below in enumerate(self.children) if below and self.depths[node] == depth)
             for depth in range(self.depth)
@@ -222,12 +222,12 @@ class TokenTree:
 
     @property
     def level_width(self) -> int:
-        """The most nodes below the root, at one depth, that have children; at least 1."""
+        """The greatest number of nodes with children at any depth below the root; at least 1."""
         return max((len(level) for level in self.levels[1:]), default=1)
 
     @cached_property
     def choices(self) -> tuple[tuple[int, ...], ...]:
-        """The path of ranks to each node but the root: what :meth:`from_choices` takes."""
+        """The path of ranks to each node but the root, as :meth:`from_choices` takes them."""
         paths: list[tuple[int, ...]] = [()]
         for node, parent in enumerate(self.parents[1:], start=1):
             paths.append((*paths[parent], self.ranks[node]))
@@ -243,7 +243,7 @@ class TokenTree:
 
     @cached_property
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Which nodes each node sees, bool ``[T,T]``: its ancestors and itself."""
+        """The nodes that each node sees, bool ``[T,T]``: its ancestors and itself."""
         mask = np.eye(len(self), dtype=np.bool_)
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node] |= mask[parent]

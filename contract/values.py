@@ -1,4 +1,4 @@
-"""Converts and checks callers' values: numbers and arrays of NumPy, torch and others, and text that is not UTF-8."""
+"""Converts and checks callers' values: numbers and arrays of NumPy, torch and others, and text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def plain(value: Any) -> Any:
 
 
 def plain_deep(value: Any, deepest: int = _DEEPEST) -> Any:
-    """As :func:`plain`, also within lists and mappings; lists become tuples.
+    """Applies :func:`plain` to a value, and to the elements of lists and mappings; lists become tuples.
 
     Raises:
-        ValueError: they are nested more than ``deepest`` levels.
+        ValueError: lists or mappings are nested more than ``deepest`` levels.
     """
     value = plain(value)
     if not isinstance(value, (list, tuple, Mapping)):
@@ -44,7 +44,7 @@ def token_ids(value: Any, name: str, param: str | None = None) -> list[int]:
     """Token ids from a sequence of whole numbers or an array, ``[N]`` or ``[1,N]``.
 
     Raises:
-        RequestError: an element is not a whole number; names the first.
+        RequestError: an element is not a whole number; names the first such element.
     """
     values = plain(value)
     if not is_sequence(values):
@@ -63,7 +63,7 @@ def token_ids(value: Any, name: str, param: str | None = None) -> list[int]:
 
 
 def require_text(text: str, name: str, param: str | None = None) -> None:
-    """Refuses lone surrogates, which Python also uses for bytes that are not UTF-8.
+    """Refuses lone surrogates, which also stand for bytes that are not UTF-8.
 
     Raises:
         RequestError: names the first such character.

@@ -121,7 +121,7 @@ def write_drafts(build: Build, records: Records) -> tuple[Method, ...]:
 def check_graphs(build: Build, methods: Sequence[Method]) -> None:
     """Runs every graph once, and refuses outputs that are not finite."""
     graphs = [(build.target.model, target_signature(build.target.model, ()))]
-    graphs += [(model, method.signatures[role]) for method in methods for role, model in method.models.items()]
+    graphs += [(method.written_draft, method.signature) for method in methods if method.signature is not None]
     for index, (model, signature) in enumerate(graphs):
         build.progress("running the graphs once", index, len(graphs))
         require_finite(build.folder, model, signature, build.options.lowering)

@@ -1,10 +1,9 @@
-"""A hypothesis as the draft: the expected output, proposed while it matches."""
+"""A hypothesis as the draft: proposes the expected output as long as it matches."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specexport.contract.methods.base import TextMethod
@@ -13,7 +12,7 @@ from specexport.runtime.proposal import Opening, Proposer, SlotView, TextPropose
 
 
 class Hypothesis(TextMethod, frozen=True, kw_only=True, tag="hypothesis"):
-    """The expected output, proposed while it matches."""
+    """Proposes the expected output as long as it matches."""
 
     suits: ClassVar[str] = "free; for requests whose answer is mostly known up front"
     flag: ClassVar[Flag | None] = Flag(
@@ -24,25 +23,25 @@ class Hypothesis(TextMethod, frozen=True, kw_only=True, tag="hypothesis"):
 
 
 LONGEST_MATCH = 4
-"""Maximum number of tokens compared to find the position again; longer matches tell no more."""
+"""Most tokens to compare when the position is searched for; longer matches say no more."""
 TRUST = 4
-"""Draft tokens proposed per matched token after the position was found again."""
+"""Draft tokens per matched token after a search for the position."""
 NEAR = 16
-"""How far ahead of the lost position a match of one token is trusted."""
+"""Greatest distance from the lost position at which a match of one token is trusted."""
 GUESS = 2
-"""Draft tokens proposed after a token that seems to replace one of the hypothesis."""
+"""Draft tokens after a token that seems to replace a token of the hypothesis."""
 
 
-class Follower:
+class Tracker:
     """Tracks the position of an output in its hypothesis, and how certain it is.
 
-    While the output equals the hypothesis, the position advances. When they differ, the position is searched for by the
-    output's last tokens: the longest match first, and among several matches the nearest one after the last long
+    While the output equals the hypothesis, the position advances. When they differ, the output's last tokens are
+    searched for in the hypothesis: the longest match counts, and of several matches the nearest one after the last long
     agreement, or else the last one before it. A single token is common, so its match must be near. A differing token
     that matches nowhere is assumed to replace one token of the hypothesis.
 
-    Reading the hypothesis takes an entry per token and match length, and following it a look-up for each, whatever the
-    lengths of the texts.
+    The hypothesis takes an entry for each token and match length, and each output token a look-up for each match
+    length, whatever the lengths of the texts.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -53,13 +52,18 @@ class Follower:
             for n in range(1, min(LONGEST_MATCH, end) + 1):
                 self._after.setdefault(tuple(self._tokens[end - n : end]), []).append(end)
         self._recent: list[int] = []
-        self._at = self._agreed = self._mismatches = 0
+        self._length = self._at = self._agreed = self._mismatches = 0
         # A hypothesis describes the output from its beginning, so it is trusted at first.
         self._matched = len(self._tokens)
+
+    def __len__(self) -> int:
+        """Number of tokens of the output so far."""
+        return self._length
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Follows new tokens of the output."""
         for token in tokens:
+            self._length += 1
             self._recent = [*self._recent[1 - LONGEST_MATCH :], token]
             if not self._mismatches and self._at < len(self._tokens) and self._tokens[self._at] == token:
                 self._matched, self._at = self._matched + 1, self._at + 1
@@ -75,7 +79,7 @@ class Follower:
         """The length of a match and the position after it in the hypothesis; None if nothing matches."""
         for n in range(len(self._recent), 0, -1):
             places = self._after.get(tuple(self._recent[-n:]), ())
-            # Not the position at which it was lost, as the token there was just rejected.
+            # Not the position where it was lost, as the token there was just rejected.
             ahead = bisect_right(places, self._agreed)
             if ahead < len(places) and (n > 1 or places[ahead] <= self._agreed + NEAR):
                 return n, places[ahead]
@@ -84,32 +88,23 @@ class Follower:
         return None
 
     def following(self) -> list[int]:
-        """As many of the hypothesis's next tokens as are worth verifying."""
+        """The next tokens of the hypothesis, as many as are worth verifying."""
         if self._mismatches > 1:
             return []
         at = self._at + self._mismatches
         return self._tokens[at : at + (GUESS if self._mismatches else TRUST * self._matched)]
 
 
-@dataclass
-class _Followed:
-    """A slot's hypothesis, and how many of the slot's tokens were compared with it."""
-
-    follower: Follower
-    read: int
-
-
-class HypothesisProposer(TextProposer[_Followed]):
-    """Proposes the next tokens of the request's hypothesis, as far as the last match is trusted."""
+class HypothesisProposer(TextProposer[Tracker]):
+    """Proposes the next tokens of the request's hypothesis, as many as the last match is trusted for."""
 
     def ahead(self, view: SlotView) -> Sequence[int]:
         """The next tokens; none for a request without a hypothesis."""
-        followed = self._slots.get(view.slot)
-        if followed is None:
-            followed = self._slots[view.slot] = _Followed(Follower(view.hypothesis), view.prompt)
-        followed.follower.extend(view.tokens[followed.read :])
-        followed.read = len(view.tokens)
-        return followed.follower.following()
+        tracker = self._slots.get(view.slot)
+        if tracker is None:
+            tracker = self._slots[view.slot] = Tracker(view.hypothesis)
+        tracker.extend(view.tokens[view.prompt + len(tracker) :])
+        return tracker.following()
 
 
 def open_proposer(method: Hypothesis, opening: Opening) -> Proposer:

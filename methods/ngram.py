@@ -16,7 +16,7 @@ MAX_LOOKUP = 32
 LookupSize = Annotated[int, Meta(ge=1, le=MAX_LOOKUP)]
 """Length of an n-gram; limited, as every look-up compares that many tokens."""
 _MOST = 256
-"""Most occurrences that a look-up compares, the latest first: others would hardly be better, and take time."""
+"""Most occurrences that a look-up compares, the latest first: earlier ones would hardly be better, but take time."""
 
 
 class Ngram(TextMethod, frozen=True, kw_only=True, tag="ngram"):
@@ -57,17 +57,17 @@ TRUST = 2
 class NgramIndex:
     """Earlier occurrences of the n-grams of a growing text, from ``shortest`` to ``longest`` tokens.
 
-    It keeps the shortest n-grams alone, with the occurrence before each (hash chains, as in LZ77), so its size does not
-    depend on ``longest``; a look-up compares at most ``_MOST`` occurrences with the text's end.
+    It stores only the shortest n-grams, and for each occurrence the one before (hash chains, as in LZ77), so its size
+    does not depend on ``longest``. A look-up compares at most ``_MOST`` occurrences with the text's end.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
         self._tokens: list[int] = []
         self._latest: dict[tuple[int, ...], int] = {}
-        """Where the latest occurrence of each shortest n-gram ends."""
+        """The end of the latest occurrence of each shortest n-gram."""
         self._before: list[int] = []
-        """Where the occurrence before the one that ends at an index ends; 0 for none."""
+        """For an occurrence that ends at an index, the end of the occurrence before; 0 if there is none."""
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -101,13 +101,13 @@ class NgramIndex:
         return (longest, start) if longest else None
 
     def continuation(self, start: int, count: int) -> list[int]:
-        """``count`` tokens of the text from ``start``, repeated periodically beyond its end."""
+        """``count`` tokens from ``start`` on, as if the text repeated itself beyond its end."""
         period = len(self._tokens) - start
         return [self._tokens[start + at % period] for at in range(count)]
 
 
 class NgramProposer(TextProposer[NgramIndex]):
-    """Proposes the tokens after the latest occurrence of the text's last n tokens, for the largest n that has one.
+    """Proposes the tokens after the latest earlier occurrence of the text's last n tokens, for the largest possible n.
 
     A chain has at most ``TRUST`` times n tokens.
     """

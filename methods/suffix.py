@@ -1,4 +1,4 @@
-"""Suffix decoding: proposes the most frequent continuation of the longest suffix that occurred before."""
+"""Suffix decoding: proposes the most frequent continuation of the text's longest suffix that occurred before."""
 
 from __future__ import annotations
 
@@ -45,20 +45,21 @@ class Suffix(TextMethod, frozen=True, kw_only=True, tag="suffix"):
 
 
 _END = -1
-"""Separates the outputs in a store; as no token is -1, no match crosses it."""
+"""Separates the outputs in a store: as no token is -1, no match crosses it."""
 _MIN_OUTPUT = 3
 """Shorter outputs cannot match two tokens and continue."""
 
 
 class SuffixAutomaton:
-    """The suffix automaton of a growing text, with the number of times each of its substrings occurs.
+    """The suffix automaton of a growing text, with the number of occurrences of each substring.
 
-    Built online (Blumer et al. 1985): a token takes amortized constant time and at most two states. A state represents
-    all substrings with the same end positions; its suffix link leads to the longest suffix with more end positions.
+    It is built online (Blumer et al. 1985): a token takes amortized constant time and at most two states. A state
+    represents all substrings with the same end positions; its suffix link leads to the longest suffix with more end
+    positions.
 
-    Counts are updated along the new token's suffix links, longest suffixes first, for at most ``COUNTED`` states. They
-    are exact unless the suffixes of the text have more states than that, as in a text that only repeats a short
-    pattern; counts of short substrings are then too low.
+    A new token updates counts along its suffix links, longest suffixes first, for at most ``COUNTED`` states. Counts
+    are exact unless the suffixes of the text have more states, as in a text that only repeats a short pattern; counts
+    of short substrings are then too low.
     """
 
     COUNTED = 32
@@ -91,7 +92,7 @@ class SuffixAutomaton:
                 break
 
     def _suffix(self, at: int, token: int) -> int:
-        """The state of the longest string of ``at`` extended by a token, split off from a larger state if necessary."""
+        """The state of the longest string of ``at`` plus a token; splits it off from a larger state if necessary."""
         target = self._next[at][token]
         if self._length[target] == self._length[at] + 1:
             return target
@@ -115,9 +116,12 @@ class SuffixAutomaton:
         return state, self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Extends a match: finds the longest suffix of the matched string and ``token`` that occurs in the text.
+        """Extends a match to the longest suffix of the matched string plus ``token`` that occurs in the text.
 
-        ``state``, 0 for the empty string, and ``length`` describe the match so far.
+        Args:
+            state: the match's state; 0 for the empty string.
+            length: the match's length.
+            token: the next token.
 
         Returns:
             The state and length of the new match.
@@ -136,21 +140,21 @@ class SuffixAutomaton:
         return state
 
     def count(self, state: int) -> int:
-        """How often a state's strings occur; see the class for its precision."""
+        """The number of occurrences of a state's strings; see the class for its precision."""
         return self._count[state]
 
     def continuation(self, state: int, limit: int, least: float) -> tuple[list[int], float]:
         """The most frequent continuation of a match, token by token.
 
         Args:
-            state: of the match.
-            limit: most tokens.
+            state: the match's state.
+            limit: the greatest number of tokens.
             least: the chain ends before its estimated probability, the product of its tokens' frequencies among the
                 continuations, falls below this.
 
         Returns:
-            The tokens, and their expected acceptance: the sum of the probabilities that the chain reaches each of
-            them (SuffixDecoding, arXiv 2411.04975).
+            The tokens, and their expected acceptance: the sum of the estimated probabilities of reaching each of them
+            (SuffixDecoding, arXiv 2411.04975).
         """
         tokens: list[int] = []
         chance, expected = 1.0, 0.0
@@ -160,7 +164,7 @@ class SuffixAutomaton:
             following = self._next[state]
             if not state or not following:
                 break
-            # The most recent one of equally frequent tokens.
+            # Of equally frequent tokens the most recent one.
             token, state = max(reversed(following.items()), key=lambda item: self._count[item[1]])
             chance *= self._count[state] / sum(self._count[other] for other in following.values())
             if token < 0 or chance < least:  # an output's end, or an embedding
@@ -171,10 +175,10 @@ class SuffixAutomaton:
 
 
 class OutputStore:
-    """Outputs of earlier requests, as suffix automata, bounded in tokens.
+    """The outputs of earlier requests as suffix automata, up to a number of tokens.
 
-    Automata cannot forget, so there are two, each with at most half of the tokens: when the newer one is full, the
-    older one is dropped with the oldest outputs, and a new one is started. A stored token takes about half a kilobyte.
+    Automata cannot forget, so there are two, each for at most half of the tokens: when the newer one is full, the older
+    one is dropped with the oldest outputs, and a new one is started. A stored token takes about half a kilobyte.
 
     Raises:
         RequestError: the capacity is too small for any output.
@@ -193,7 +197,7 @@ class OutputStore:
 
     @property
     def automata(self) -> tuple[SuffixAutomaton, ...]:
-        """The present automata, the older first."""
+        """The automata, the older first."""
         return tuple(self._generations)
 
     def add(self, output: Sequence[int]) -> None:
@@ -209,7 +213,7 @@ class OutputStore:
 
 @dataclass
 class _Match:
-    """The match of a text's end in an automaton of other texts; valid while the automaton has this size."""
+    """The match of a text's end in a store's automaton; valid while the automaton has this size."""
 
     automaton: SuffixAutomaton
     size: int
@@ -232,12 +236,12 @@ class _Text:
 
 
 class SuffixProposer(TextProposer[_Text]):
-    """Proposes the most frequent continuation of the longest suffix that occurs earlier in prompt, output or store.
+    """Proposes the most frequent continuation of the text's longest suffix that occurs earlier, in it or in the store.
 
     The longer the match and the more certain the continuation, the longer the chain: at most ``max_spec_factor`` tokens
     per matched token, and only while the chain's estimated probability is at least ``min_token_prob`` (SuffixDecoding,
-    arXiv 2411.04975). Of the chains from the text and from the store, the one with the highest expected acceptance is
-    used. The store affects proposals, never the output's distribution.
+    arXiv 2411.04975). Of the chains from the text and from the store, it proposes the chain with the highest expected
+    acceptance. The store affects proposals, never the output's distribution.
     """
 
     def __init__(self, method: Suffix, store: OutputStore | None = None) -> None:
@@ -263,7 +267,7 @@ class SuffixProposer(TextProposer[_Text]):
         """Adds the new tokens of a slot's text."""
         text = self._slots.get(view.slot)
         if text is None:
-            # This is the request's own list, which will contain the whole output.
+            # The list is the request's, which will contain the whole output.
             text = self._slots[view.slot] = _Text(view.tokens, view.prompt)
         new = view.tokens[len(text.automaton) :]
         for token in new:

@@ -1,16 +1,16 @@
-"""The interfaces of inference backends and of the graphs that they load, and how a backend is opened."""
+"""The interfaces of inference backends and of the graphs that they load, and the opening of a backend."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, RequestError
 from specexport.contract.model import CacheLayer, Model
-from specexport.contract.plugins import load, offered
+from specexport.contract.plugins import installed, load
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import caches
 from specexport.runtime.bundle import Bundle
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 Array = tensors.Array
 Buffers = Callable[[ShapePoint], tuple[dict[str, Array], dict[str, Array]]]
-"""Creates the input and output arrays of a shape point; see :meth:`GraphSignature.buffers`."""
+"""Creates the arrays for a run at a shape point; see :meth:`GraphSignature.buffers`."""
 FIRST = range(1)
-"""The window of a single request: the first slot alone."""
+"""The window of a single request: the first slot."""
 TILE = 16
-"""The last part of a prompt is read in a run of a multiple of this many tokens: few shapes, full tiles."""
+"""Tokens of a tile: the last part of a prompt is read in whole tiles, so that there are few shapes."""
 GROUP = "specexport.backends"
 """The group of backends' entry points."""
 DEFAULT_UTILIZATION = 0.9
-"""Share of a device's memory; drivers and libraries use some of the rest unreported."""
+"""Default share of a device's memory; drivers and libraries use some of the rest unreported."""
 
 
 class RunShape(NamedTuple):
-    """The shape of a run, at the present cache size, and its window of neighbouring slots.
+    """The shape of a run at the present cache size, and its window of neighbouring slots.
 
     Attributes:
-        tokens: T of each slot.
+        tokens: T, query tokens of each slot.
         rows: R, rows of logits of a step graph.
         drafts: K, draft tokens of a propose graph.
-        slots: the window; as many slots as one of the batch sizes.
+        slots: the window, whose length is one of the batch sizes.
     """
 
     tokens: int
@@ -56,16 +56,16 @@ class RunShape(NamedTuple):
 class Graph(ABC):
     """A loaded graph with its static buffers and a cache of several slots.
 
-    A backend implements the methods that begin with an underscore, :meth:`inputs` and the properties.
+    A backend implements the abstract methods and properties.
 
-    Inputs are written into the arrays :meth:`inputs` returns; results are read from those :meth:`run` returns; their
-    first dimension is the window's. Both are the same memory call after call: copy what must outlive the next run.
+    Callers write inputs into the arrays that :meth:`inputs` returns, and read results from those that :meth:`run`
+    returns; their first dimension is the window. All calls return the same memory: copy what must outlive the next run.
 
     Attributes:
-        sizes: batch sizes a window may have, ascending; the last is the number of slots.
-        cache_sizes: rows a slot's cache may have, ascending.
-        any_width: whether a draft's run takes any T, as dimensions are free.
-        followers: the other ranks of a split target, which mirror its cache changes and runs; None for none.
+        sizes: the possible lengths of a window, ascending; the last is the number of slots.
+        cache_sizes: the possible numbers of rows in a slot's cache, ascending.
+        any_width: whether a draft's runs may have any T, as dimensions are free.
+        followers: the other ranks of a split target, which mirror its cache changes and runs; None if it is not split.
     """
 
     sizes: tuple[int, ...]
@@ -81,7 +81,7 @@ class Graph(ABC):
     @property
     @abstractmethod
     def cache_rows(self) -> int:
-        """Rows a slot's cache has at present."""
+        """Number of rows in a slot's cache at present."""
 
     @property
     @abstractmethod
@@ -89,15 +89,15 @@ class Graph(ABC):
         """Bytes of the KV cache at its present size."""
 
     def widths(self, slots: int) -> tuple[int, ...]:
-        """T of the steps of this many slots that compute logits of every token, ascending."""
+        """T of the steps of ``slots`` slots that compute the logits of every token, ascending."""
         return tuple(sorted({p.tokens for p in self._points if p.batch == slots and p.rows == p.tokens}))
 
     def step_width(self, slots: int, nodes: int) -> int:
-        """T of a step of this many slots whose largest tree has ``nodes`` nodes."""
+        """T of a step of ``slots`` slots whose largest tree has ``nodes`` nodes."""
         return next(width for width in self.widths(slots) if width >= nodes)
 
     def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
-        """K and T of a propose graph's runs of this many slots, ascending."""
+        """K and T of a propose graph's runs of ``slots`` slots, ascending."""
         return tuple(sorted({(p.drafts, p.tokens) for p in self._points if p.batch == slots and p.drafts}))
 
     def filled(self, slot: int) -> int:
@@ -107,22 +107,22 @@ class Graph(ABC):
     def reusable(self, slot: int, rows: int) -> int:
         """The number of a slot's first ``rows`` rows that another text may reuse.
 
-        Layers without attention can go back a few tokens only, so with them it is 0 for shorter prefixes.
+        Layers without attention can only go back a few tokens; with them it is 0 for shorter prefixes.
         """
         return min(rows, self._filled[slot])
 
     def reserve(self, rows: int) -> None:
-        """Grows every slot's cache to at least ``rows`` rows and keeps its content.
+        """Grows every slot's cache to at least ``rows`` rows, and keeps its content.
 
         Raises:
-            BackendError: the bundle has no cache so large.
+            BackendError: the bundle has no such large cache.
         """
         if self.cache_rows < rows and self.cache_sizes[-1]:
             self._resize(self._cache_size(rows))
         self._mirror("reserve", rows)
 
     def shrink_cache(self, rows: int) -> None:
-        """Shrinks the cache to the smallest size with ``rows`` rows; rows beyond the new size are lost."""
+        """Shrinks every slot's cache to the smallest size with ``rows`` rows; rows beyond the new size are lost."""
         size = self._cache_size(min(rows, self.cache_sizes[-1]))
         if size < self.cache_rows:
             self._filled = [min(count, size) for count in self._filled]
@@ -134,7 +134,7 @@ class Graph(ABC):
         """Resizes every slot's cache to one of :attr:`cache_sizes`; keeps the rows that fit."""
 
     def copy(self, source: int, to: int, rows: int) -> None:
-        """Copies the first ``rows`` rows of a slot's cache to another one, as far as they are :meth:`reusable`."""
+        """Copies the first ``rows`` rows of a slot's cache, as far as they are :meth:`reusable`, to another slot."""
         rows = self.reusable(source, rows)
         if source != to:
             self._copy(source, to, rows)
@@ -148,16 +148,16 @@ class Graph(ABC):
     def commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         """Commits the rows of some of the last run's tokens to the cache, in order.
 
-        To be called after every run whose rows are used; rows that are in place are not copied.
+        Call it after every run whose rows are used. Rows that are in place are not copied.
 
         Args:
-            slot: one of the run's window.
-            past: the run's ``past_length``.
-            nodes: the tokens to keep, ascending; their rows go to ``past``, ``past + 1``, ...
+            slot: a slot of the run's window.
+            past: the slot's ``past_length`` in the run.
+            nodes: indices of the tokens to keep, ascending; their rows go to ``past``, ``past + 1``, ...
         """
         self._filled[slot] = past + len(nodes)
         self._commit(slot, past, nodes)
-        self._mirror("commit", slot, past, *nodes)
+        self._mirror("commit", slot, past, nodes)
 
     @abstractmethod
     def _commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
@@ -168,23 +168,23 @@ class Graph(ABC):
         """The input arrays of a run, by name."""
 
     def prepare(self, shape: RunShape, rows: int = 0) -> dict[str, Array]:
-        """Reserves ``rows`` rows for the next run and protects those that are committed; returns its :meth:`inputs`.
+        """Reserves ``rows`` rows for the next run, and protects committed rows; returns the run's :meth:`inputs`.
 
-        The run writes rows into every slot of its window. ``past_length`` says where: after the committed ones, until
-        the caller sets it for the slots that take part. A slot that is too full for further rows loses its last ones.
+        The run writes rows into every slot of its window, from ``past_length`` on: after the committed rows, unless the
+        caller sets it for a slot that takes part. A slot that is too full for further rows loses its last ones.
         """
         self.reserve(rows)
         inputs, limit = self.inputs(shape), self.cache_rows - shape.point(self.cache_rows).fed
-        if tensors.PAST_LENGTH in inputs:  # none without a cache
+        if tensors.PAST_LENGTH in inputs:  # absent without a cache
             for at, slot in enumerate(shape.slots):
                 inputs[tensors.PAST_LENGTH][at] = self._filled[slot] = self.reusable(slot, limit)
         return inputs
 
     def run(self, shape: RunShape) -> dict[str, Array]:
-        """Runs the graph; returns the outputs by name, without the caches.
+        """Runs the graph; returns all outputs but the caches, by name.
 
         Raises:
-            BackendError: the library fails, or one of :attr:`followers` is lost.
+            BackendError: the library fails, or a follower is lost.
         """
         if self.followers is None:
             return self._run(shape)
@@ -194,13 +194,13 @@ class Graph(ABC):
     def _run(self, shape: RunShape) -> dict[str, Array]:
         """Implements :meth:`run` in this process."""
 
-    def _mirror(self, name: str, *arguments: int) -> None:
+    def _mirror(self, name: str, *arguments: Any) -> None:
         """Has the followers change their caches in the same way."""
         if self.followers is not None:
-            self.followers.note(name, *map(int, arguments))
+            self.followers.mirror(name, *arguments)
 
     def chunk(self, size: int, tokens: int, alone: bool = False) -> int:
-        """T of a run that reads ``tokens`` tokens of a prompt; by default always that of a prefill chunk, ``size``.
+        """T of a run that reads ``tokens`` tokens of a prompt; by default ``size``, the length of a prefill chunk.
 
         ``alone`` says that no request waits for the run to end.
         """
@@ -221,14 +221,14 @@ class Graph(ABC):
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """How a backend is opened; each backend uses what applies to its device.
+    """Options of opening a backend; each backend uses those that apply to its device.
 
     Attributes:
-        name: an entry point of :data:`GROUP`; None for the backend that the bundle was built for. A backend gets its
-            name, as it may have several.
-        threads: for CPUs; None for every core that this process may use.
-        gpu_memory_utilization: for GPUs, the share of the device's memory that may be used, other programs' included.
-        keep: cache graphs as a library optimizes them, so that the next opening is faster.
+        name: an entry point of :data:`GROUP`; None for the backend that the bundle was built for. A backend receives
+            its name, as a class may serve several.
+        threads: number of threads, for CPUs; None for one for each core that this process may use.
+        gpu_memory_utilization: for GPUs, the share of the device's memory that may be in use, also by other programs.
+        keep: whether to cache graphs as a library optimizes them, so that the next opening is faster.
     """
 
     name: str | None = None
@@ -242,11 +242,11 @@ class Backend(Protocol):
 
     @property
     def execution(self) -> str:
-        """How work reaches the device; see ``Stats.execution``."""
+        """The way in which work reaches the device; see ``Stats.execution``."""
 
     @property
     def fallback(self) -> str:
-        """Why work does not reach the device in a faster way; empty if it does, or if there is none."""
+        """The reason why work does not reach the device in a faster way; empty if there is no faster way."""
 
     @property
     def default_slots(self) -> int:
@@ -254,18 +254,18 @@ class Backend(Protocol):
 
     @property
     def device(self) -> str:
-        """The library, the device, and on CPUs the number of threads: measurements hold for this combination."""
+        """The library, the device and, on CPUs, the number of threads: measurements hold for this combination."""
 
     @property
     def kernels(self) -> str:
-        """The kernels in use, on a device where some may be missing; otherwise empty."""
+        """A description of the kernels in use, if some may be missing on the device; otherwise empty."""
 
     @property
     def kernels_build(self) -> str:
-        """The build of our own kernels, if they are used: measurements are valid for that build only."""
+        """An identifier of the build of our kernels, for which measurements hold; empty if they are not used."""
 
     def inexact(self, target: Graph) -> str:
-        """Why texts may differ from plain decoding's where two tokens are about equally likely; empty if exact."""
+        """The reason why texts may differ from plain decoding's at nearly equally likely tokens; empty if exact."""
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> Graph:
         """Loads a model's graph, with a cache of ``slots`` slots, one of the bundle's batch sizes.
@@ -282,11 +282,11 @@ class Backend(Protocol):
         """
 
     def close(self) -> None:
-        """Frees everything that was opened; later calls do nothing."""
+        """Frees all graphs; later calls do nothing."""
 
 
 def caches_by_shape(layers: Sequence[CacheLayer]) -> dict[tuple[int, int], list[str]]:
-    """Names of the layers' cache inputs, by their heads and row width."""
+    """The names of the layers' cache inputs, by number of heads and width of a row."""
     names: dict[tuple[int, int], list[str]] = {}
     for cache in caches(layers):
         _, heads, _, size = cache.dims
@@ -306,12 +306,12 @@ def open_backend(bundle: Bundle, options: BackendOptions) -> Backend:
     """Opens a backend for a bundle.
 
     Raises:
-        BackendError: there is no such backend, or it or its device is missing.
-        RequestError: the share of the memory is out of range.
+        BackendError: there is no such backend, or its library or device is missing.
+        RequestError: ``gpu_memory_utilization`` is out of range.
     """
     name, share = options.name or bundle.manifest.backend, options.gpu_memory_utilization
-    if name not in offered(GROUP):
-        raise BackendError(f"there is no backend {name!r}; expected one of {', '.join(offered(GROUP))}")
+    if name not in installed(GROUP):
+        raise BackendError(f"there is no backend {name!r}; expected one of {', '.join(installed(GROUP))}")
     if not 0 < share <= 1:
         raise RequestError(f"gpu_memory_utilization is {share!r}; expected a number in (0, 1]")
     backend: Backend = load(GROUP, name)(bundle, replace(options, name=name))

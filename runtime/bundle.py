@@ -1,4 +1,4 @@
-"""An opened bundle: a checked manifest, the folder it describes, and its tokenizer.
+"""Opened bundles: a checked manifest, the folder that it describes, and the tokenizer.
 
 Also opens graphs whose weights are symbolic links, as in the Hugging Face cache. For graphs with loops onnxruntime runs
 onnx's checker, which refuses links; their targets were checked when the bundle was opened.
@@ -28,7 +28,7 @@ from specexport.runtime.chat import ChatTemplate
 from specexport.runtime.machine import MachineRecord
 
 _TIMESTAMP_RESOLUTION = 2.0
-"""Seconds in which a second change of a file may leave its time stamps as they are."""
+"""Seconds within which a second change of a file may leave its time stamps unchanged."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Bundle:
 
     @classmethod
     def open(cls, folder: str | Path, *, check_hashes: bool = True) -> Bundle:
-        """Reads the manifest and checks every file it lists.
+        """Reads the manifest and checks every file that it lists.
 
         Raises:
             BundleError: names the file that is missing, altered, outside the bundle or too new.
@@ -56,19 +56,20 @@ class Bundle:
 
     @property
     def files_hash(self) -> str:
-        """A hash of its content."""
+        """A hash of the bundle's content."""
         return hashlib.sha256(msgspec.json.encode(self.manifest.files)).hexdigest()
 
     def file(self, name: str) -> Path:
-        """The path of a file the manifest names."""
+        """The path of a file that the manifest names."""
         return self.folder / name
 
     def tokenizer(self, name: str | None = None, *, split_special_tokens: bool | None = None) -> Tokenizer:
-        """Loads the tokenizer, or another one the manifest names; it neither cuts nor pads texts.
+        """Loads the tokenizer, or another one that the manifest names; it neither truncates nor pads texts.
 
         Args:
             name: the file; None for the target's.
-            split_special_tokens: whether special tokens in a text are read as text; None for the target's setting.
+            split_special_tokens: whether special tokens in a text are encoded as plain text; None for the target's
+                setting.
 
         Raises:
             BundleError: the file is not a tokenizer.
@@ -85,7 +86,7 @@ class Bundle:
         return loaded
 
     def chat_template(self) -> ChatTemplate | None:
-        """The model's chat templates, if it has any."""
+        """The model's chat templates; None if it has none."""
         info = self.manifest.tokenizer
         sources = {name: _text(self.file(file)) for name, file in info.templates.items()}
         return ChatTemplate(sources, info.special_tokens) if sources else None
@@ -99,10 +100,10 @@ def _text(path: Path) -> str:
 
 
 def check_bundle(folder: Path, manifest: Manifest, *, hashes: bool) -> None:
-    """Checks files as :func:`~specexport.contract.reading.check_files` does, but skips those that it checked before.
+    """Checks a bundle's files, see :func:`~specexport.contract.reading.check_files`, but hashes them only once.
 
-    Files whose hashes were right on this machine and that have not changed since are not hashed again: their device,
-    inode, size and time stamps are remembered in the cache folder.
+    Files whose hashes were right and that have not changed since are not hashed again on this machine: their device,
+    inode, size and time stamps are stored in the cache folder.
     """
     check_files(folder, manifest, hashes=False)
     if not hashes:
@@ -119,9 +120,10 @@ def check_bundle(folder: Path, manifest: Manifest, *, hashes: bool) -> None:
 
 @contextlib.contextmanager
 def without_links(path: Path, weights: Sequence[Path]) -> Iterator[Path]:
-    """A graph for onnx's checker, which reads no weights: with links, a copy with sparse files for the weights.
+    """Yields a graph without links for onnx's checker: the graph, or a copy beside sparse files.
 
-    ``weights`` are in the same folder.
+    The checker does not read the weights, so sparse files of their names and sizes will do. ``weights`` are in the
+    graph's folder.
     """
     if not any(file.is_symlink() for file in (path, *weights)):
         yield path
@@ -134,9 +136,9 @@ def without_links(path: Path, weights: Sequence[Path]) -> Iterator[Path]:
 
 
 def open_linked(path: Path, options: Any, open_graph: Callable[[Path], Any]) -> Any:
-    """Opens a session, whether the graph's weights are links or not.
+    """Opens a session of a graph whose weights may be links.
 
-    ``options`` are those that ``open_graph`` uses, an ``onnxruntime.SessionOptions``; modified.
+    ``options`` are the ``onnxruntime.SessionOptions`` that ``open_graph`` uses; modified.
     """
     try:
         return open_graph(path)

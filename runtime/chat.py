@@ -1,4 +1,4 @@
-"""Chat messages into prompt text, by the model's own Jinja templates."""
+"""Renders chat messages as prompt text, by the model's Jinja templates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specexport.contract.manifest import DEFAULT_TEMPLATE
 from specexport.contract.values import is_sequence, require_text, shown
 
 Message = Mapping[str, Any]
-"""``role`` and ``content`` (text, or parts of text), and other keys that the template reads; serializable as JSON."""
+"""``role``, ``content`` (text, or parts of text) and other keys that the template reads; serializable as JSON."""
 TOOL_USE = "tool_use"
 """Name of the template for conversations with tools, if the model has one."""
 SECONDS = 5.0
@@ -26,16 +26,15 @@ SECONDS = 5.0
 _START_SECONDS = 60.0
 """Time limit of starting the process."""
 _TEXT_TYPES = ("text", "input_text", "output_text")
-"""Types of a message's parts with text."""
+"""Types of a message's parts that hold text."""
 _PROGRAM = Path(__file__).with_name("chat_process.py")
 
 
 class ChatTemplate:
     """A model's chat template, or several by name, rendered as transformers renders them.
 
-    They come with the bundle, so they are not trusted: Jinja's sandbox keeps them from Python's internals, and a
-    separate process, which starts with the first conversation, bounds time and memory. Safe to use from several
-    threads.
+    Templates come with the bundle and are not trusted: Jinja's sandbox keeps them from Python's internals, and a
+    separate process, which starts with the first conversation, bounds their time and memory. Threads may share it.
     """
 
     def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
@@ -45,7 +44,7 @@ class ChatTemplate:
         self._process: subprocess.Popen[bytes] | None = None
 
     def source(self, name: str | None = None, *, tools: bool = False) -> str:
-        """The template of a name, or the one for conversations with or without tools.
+        """The template of this name, by default the one for conversations with or without tools.
 
         Raises:
             RequestError: there is no such template.
@@ -73,7 +72,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         name: str | None = None,
     ) -> str:
-        """The prompt's text, special tokens included.
+        """Renders a conversation as the prompt's text, including special tokens.
 
         A message's content is passed in a form that the template reads: text, or parts ``{"type": "text", "text":
         ...}``, which are joined by line breaks if it reads text only. If it does not read the arguments of calls as
@@ -87,9 +86,9 @@ class ChatTemplate:
                 template, else ``default``.
 
         Raises:
-            RequestError: there is no such template, it refuses the messages, fails on them or takes too long, a message
-                is not text, or a variable has a reserved name.
-            BundleError: it is not a template.
+            RequestError: there is no such template; it refuses the messages, fails on them or takes too long; a message
+                is not text; or a variable has a reserved name.
+            BundleError: the template is not valid Jinja.
         """
         if not is_sequence(messages):
             raise RequestError(
@@ -131,7 +130,7 @@ class ChatTemplate:
         )
 
     def _exchange(self, line: str) -> Any:
-        """The process's reply to a line; None if it had to be ended without one."""
+        """Sends a line to the process, starting it if need be; returns its reply, or None if it had to be ended."""
         if self._process is not None and self._process.poll() is not None:  # the system ended it meanwhile
             _end(self._process)
             self._process = None
@@ -163,7 +162,7 @@ class ChatTemplate:
 
 
 def _readable_message(at: int, message: Message) -> dict[str, Any]:
-    """A message without null fields, as in transformers, and with parts in the form that templates read.
+    """Removes a message's null fields, as transformers does, and converts its parts to the form that templates read.
 
     Raises:
         RequestError: it is not a mapping, or has a part that is not text.
@@ -204,7 +203,7 @@ def _text_part(place: str, part: Any) -> dict[str, Any]:
 
 
 def _reply(process: subprocess.Popen[bytes], line: str, seconds: float) -> Any:
-    """The process's reply to a line; None if there is none in time: then the process is ended."""
+    """Sends a line; returns the reply, or None if there is none in time, after ending the process."""
     assert process.stdin is not None
     assert process.stdout is not None
     limit = threading.Timer(seconds, process.kill)

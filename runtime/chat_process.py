@@ -1,6 +1,6 @@
 """The process that renders chat templates, which ``ChatTemplate`` starts and may kill at any time.
 
-It reads a line of JSON for each conversation, and writes one. It imports nothing of the package, so it starts fast.
+It reads and writes a line of JSON for each conversation. It imports nothing from the package, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 class Forms(NamedTuple):
-    """Forms of content that a template reads: text, and a number of parts, where 2 stands for any number."""
+    """The forms of content that a template reads: whether text, and how many parts, where 2 stands for any number."""
 
     text: bool
     parts: int
 
 
 _FIRST, _SECOND, _KIND = "qzvfirst", "qzvsecond", "qzvkind"
-"""Words of probes: of two parts, and of a key that shows that a part was printed whole instead of read."""
+"""Words in probes: the texts of two parts, and a key that shows that a part was printed as a whole."""
 _UNKNOWN = Forms(True, 0)
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "qzv", "arguments": {}}}
 _USER = {"role": "user", "content": "qzv"}
@@ -76,10 +76,10 @@ class Templates:
         self._text_arguments: dict[str, bool] = {}
 
     def answer(self, name: str, reserved: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-        """A rendered conversation, or the reason of a failure.
+        """Renders a conversation; returns its text, or the reason of a failure.
 
-        A request's variables, ``extra``, have neither the names of ``reserved`` ones, such as the messages, nor those
-        of the template's functions.
+        A request's variables, ``extra``, must not have the names of ``reserved`` ones, such as the messages, or of the
+        template's functions.
         """
         template = self._compiled[name] = self._compiled.get(name) or compile_template(self._sources[name])
         name_in_use = next((name for name in extra if name in reserved or name in template.environment.globals), None)
@@ -92,7 +92,7 @@ class Templates:
         return {"text": text} if len(text) <= LONGEST else {"failed": f"it makes a text of {len(text)} characters"}
 
     def _readable(self, name: str, message: dict[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
-        """A message with its content in a form that the template reads, unchanged if possible."""
+        """Converts a message's content to a form that the template reads, if it is not in one."""
         reasoning = next((message[key] for key in _REASONING if key in message), None)
         if reasoning is not None:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -110,7 +110,7 @@ class Templates:
         return message if "content" not in message else {**message, "content": content}
 
     def _read(self, name: str, message: Mapping[str, Any], variables: Mapping[str, Any]) -> Forms:
-        """The forms that a template reads in messages of a role, found by rendering probes; cached."""
+        """The forms that a template reads in messages of a role, determined by rendering probes; cached."""
         role = str(message.get("role"))
         if (name, role) in self._forms:
             return self._forms[name, role]
@@ -166,7 +166,7 @@ def _part(text: str, **fields: str) -> dict[str, str]:
 
 
 def _render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """Messages without content lack the key, as in transformers; if that fails, their content is empty."""
+    """Renders messages without content without that key, as transformers does; if that fails, with empty content."""
     messages: Sequence[Mapping[str, Any]] = variables["messages"]
     try:
         return template.render(variables)
@@ -215,7 +215,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter it does not escape for HTML."""
+    """Unlike Jinja's filter it does not escape for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,11 +1,11 @@
-"""Grammar-constrained outputs: which tokens may follow, at every node of a tree.
+"""Constrains outputs to a JSON schema or a grammar, at every node of a tree.
 
 p is then the target's distribution over the tokens that the grammar allows; other draft tokens have p = 0 and are
 rejected.
 
 A grammar describes the text that the caller receives. A token that appears in this text stands for its content, so a
 marker such as ``<think>`` may come as one token or spelled out. A special token that is left out of the text matches
-nothing and is allowed only where a grammar names it: ``<[id]>``, or ``<name>``.
+no text, and is allowed only where a grammar names it: ``<[id]>``, or ``<name>``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Kind = Literal["json_schema", "grammar"]
 """The sampling parameters that constrain an output."""
 _NAMES: dict[Kind, str] = {"json_schema": "JSON schema", "grammar": "grammar"}
 MAX_SCHEMA = 1 << 16
-"""Characters of a JSON schema."""
+"""Most characters of a JSON schema or a grammar."""
 _CACHED = 8
-"""Compiled grammars that are kept."""
+"""Number of compiled grammars to keep."""
 _MAX_REASON = 300
-"""Characters of llguidance's message in an error."""
+"""Most characters of llguidance's message in an error."""
 _WHITESPACE = r"[ ]|\n[ \t]{0,16}"
 """White space between JSON's tokens, unless the schema's ``x-guidance`` sets it; unbounded, it might never end."""
 _LARK = re.compile(
@@ -67,33 +67,26 @@ class Grammars:
     def constraint(
         self, param: Kind, text: str, *, stop_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> Constraint:
-        """A constraint to JSON that matches a schema, or to a grammar in llguidance's dialect of Lark.
+        """Constrains an output to JSON that matches a schema, or to a grammar in llguidance's dialect of Lark.
 
         Args:
-            param: the sampling parameter that it is.
+            param: the sampling parameter that holds the text.
             text: the schema or the grammar.
             stop_token_ids: tokens that may end the output wherever the grammar allows an end.
             skip_special_tokens: whether the output's text leaves these tokens out.
 
         Raises:
-            RequestError: it is invalid, too large or unsupported; or llguidance cannot read the tokenizer.
+            RequestError: the text is invalid, too large or unsupported, or llguidance cannot read the tokenizer.
             BackendError: llguidance is not installed.
         """
         matcher = self._compiled(param, text, skip_special_tokens).deep_copy()
         return Constraint(matcher, self._vocab_size, frozenset([*self._eos, *stop_token_ids]), param)
 
     def _compile(self, param: Kind, text: str, skip_special_tokens: bool) -> llguidance.LLMatcher:
-        """A grammar before its first token; the latest are cached, as a request may have many outputs."""
+        """Compiles a grammar; the latest ones are cached, as a request may have many outputs."""
         name = _NAMES[param]
         if len(text) > MAX_SCHEMA:  # all requests of a batch wait while its masks are computed
             raise RequestError(f"the {name} has {len(text)} characters; expected at most {MAX_SCHEMA}", param=param)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the {name} holds half a character, {text[error.start]!r}, at {error.start}; expected text",
-                param=param,
-            ) from error
         vocabulary = self._vocabulary(skip_special_tokens, param)
         # Imported here: only grammar-constrained outputs need it.
         import llguidance
@@ -115,7 +108,7 @@ class Grammars:
         return matcher
 
     def _lark(self, grammar: str) -> str:
-        """Lark with token ids instead of names, of which llguidance knows only some, and with bounded white space."""
+        """Replaces tokens' names in a grammar by ids, as llguidance knows only some, and bounds its white space."""
         parts, at = list[str](), 0
         while match := _LARK.search(grammar, at):
             part, end = match[0], match.end()
@@ -168,10 +161,10 @@ class Grammars:
 
 
 class _Text:
-    """A tokenizer's tokens as bytes, and the tokens of a text in the middle of another.
+    """A tokenizer's tokens as bytes, and its encoding of a text that continues another.
 
     Attributes:
-        tokens: the bytes of each token; logits may be wider than the tokenizer's vocabulary.
+        tokens: the bytes of each token id below the width of the logits, which may exceed the tokenizer's vocabulary.
         eos: tokens that end a text.
         unknown: ids that the tokenizer does not have.
         special: tokens that a text may leave out.
@@ -198,7 +191,7 @@ class _Text:
         self._tokenizer, self._lock = Tokenizer.from_str(file), threading.Lock()
 
     def encode(self, text: str, plainly: bool) -> list[int]:
-        """A text's tokens; special tokens are spelled out if ``plainly``, or if one of them would end the text."""
+        """Encodes a text; special tokens are spelled out if ``plainly``, or if one of them would end the text."""
         with self._lock:
             self._tokenizer.encode_special_tokens = plainly
             ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -206,7 +199,7 @@ class _Text:
 
 
 class _VisibleTokens:
-    """A tokenizer in the form that llguidance reads, by what each token adds to the visible text.
+    """A tokenizer in the form that llguidance reads, in which a token stands for what it adds to the visible text.
 
     From a tokenizer's file, llguidance would treat every added token that looks like ``<name>`` as special, and still
     expect it wherever a grammar's text holds its content.
@@ -225,12 +218,12 @@ class _VisibleTokens:
         self.eos_token_id, self.bos_token_id = min(text.eos), None
 
     def __call__(self, text: bytes) -> list[int]:
-        """The tokens of a text that follows another."""
+        """Encodes a text that continues another."""
         return self._text.encode(text.decode(errors="replace"), self._plainly)
 
 
 def _without_prefix(part: dict[str, Any]) -> dict[str, Any]:
-    """A component of a tokenizer's file, changed so that it puts no space before a text."""
+    """Changes a component of a tokenizer's file so that it puts no space before a text."""
     kind, never = part.get("type"), {"prepend_scheme": "never", "add_prefix_space": False}
     if kind == "Prepend":
         return {"type": "Sequence", "normalizers": []}
@@ -240,7 +233,7 @@ def _without_prefix(part: dict[str, Any]) -> dict[str, Any]:
 class Constraint:
     """One output's grammar, and its state after the output so far.
 
-    ``ends`` are tokens that end the output; ``param`` names the grammar in errors.
+    ``ends`` are the tokens that end the output; ``param`` names the grammar in errors.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, ends: frozenset[int], param: Kind) -> None:
@@ -252,10 +245,10 @@ class Constraint:
         self._ended = False
 
     def apply(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
-        """Logits, with minus infinity for tokens that the grammar does not allow.
+        """Sets the logits of tokens that the grammar does not allow to minus infinity.
 
-        Nodes that the grammar does not allow are unchanged, as are all nodes if it failed: see :meth:`check`. Arguments
-        are those of :class:`~specexport.runtime.logits.LogitsProcessor`.
+        See :meth:`~specexport.runtime.logits.LogitsProcessor.apply`. Nodes that the grammar does not allow are
+        unchanged, as are all nodes if it failed: see :meth:`check`.
         """
         masked: Floats = logits.copy()
         if not self._ended:
@@ -263,7 +256,7 @@ class Constraint:
         return masked
 
     def check(self) -> None:
-        """Raises the error that a step could not raise, as other requests share it.
+        """Raises an error of :meth:`apply`, which must not raise, as other requests share the step.
 
         Raises:
             RequestError: the grammar has become too complex to follow.
@@ -273,7 +266,7 @@ class Constraint:
             raise RequestError(f"the {_NAMES[self._param]} cannot be followed: {reason}", param=self._param)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Advances by the tokens of a step, up to the output's end: a draft may go on after it."""
+        """Advances by the tokens of a step, up to the output's end, which a draft may exceed."""
         for token in tokens:
             self._ended = self._ended or token in self._ends
             if self._ended:
@@ -283,7 +276,7 @@ class Constraint:
     def _mask(
         self, logits: Floats, tree: TokenTree, tokens: list[int], node: int, matcher: llguidance.LLMatcher
     ) -> None:
-        """Masks the node that a matcher has reached, and the nodes below it."""
+        """Masks the logits of the node that a matcher has reached, and of the nodes below it."""
         allowed = self._allowed(matcher)
         if matcher.is_error():
             return
@@ -305,7 +298,7 @@ class Constraint:
 
 
 def _reason(reason: str) -> str:
-    """The first characters of a message from llguidance, on one line."""
+    """The beginning of a message from llguidance, on one line."""
     return " ".join(reason.split())[:_MAX_REASON]
 
 

@@ -1,4 +1,4 @@
-"""The engine: a loaded bundle, and its requests."""
+"""The engine: a loaded bundle that generates text for requests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from specexport.contract.values import counted
 from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, BackendOptions, Graph, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.constraint import Grammars
-from specexport.runtime.costs import CostCurve, Costs
 from specexport.runtime.logits import processors
 from specexport.runtime.params import DEFAULT_MAX_TOKENS, SamplingParams, require_params
-from specexport.runtime.policy import MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.prompt import EncodedPrompt, Prompt, PromptEncoder
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.request import Completion, Request, Stream, complete
 from specexport.runtime.scheduler import Scheduler
+from specexport.runtime.speculation.costs import CostCurve, Costs
+from specexport.runtime.speculation.policy import MeasuredPolicy, SpeculationPolicy
+from specexport.runtime.speculation.timing import MOST_NOISE, SECONDS, Progress, measure, stored_costs
 from specexport.runtime.speculative import (
     DEFAULT,
     Speculative,
@@ -35,7 +36,6 @@ from specexport.runtime.speculative import (
 )
 from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod
 from specexport.runtime.text import TextStream
-from specexport.runtime.timing import MOST_NOISE, SECONDS, Progress, measure, stored_costs
 
 _WARM_UP_TOKENS = 32
 
@@ -43,16 +43,16 @@ _WARM_UP_TOKENS = 32
 class Engine:
     """Generates text from a bundle; create it with :meth:`load`.
 
-    It has as many slots as the bundle's largest batch size, and runs that many requests at once; others wait for a free
-    one. Methods may be called from any thread, and a thread may have several streams. There is no background thread:
-    a thread that reads a stream takes steps for all of them.
+    It has as many slots as the bundle's largest batch size, and runs that many requests together; others wait for a
+    free slot. Its methods may be called from any thread, and a thread may have several streams. There is no background
+    thread: a thread that reads a stream takes steps for all streams.
 
     Attributes:
-        chat_template: the model's, or None.
-        loaded_methods: the methods with their proposers, by name: those the bundle was built for, the default
-            first, then those that need no graph.
+        chat_template: the model's chat template; None if it has none.
+        loaded_methods: the methods with their proposers, by name: the bundle's, the default first, then others that
+            need no graph.
         encode: returns a prompt's tokens; see :meth:`~specexport.runtime.prompt.PromptEncoder.encode`.
-        slots: requests that run at once.
+        slots: number of requests that run together.
         max_model_len: most tokens of a prompt and its output.
         costs: the costs of steps on this machine; None if each request speculates with its method's default.
     """
@@ -84,7 +84,7 @@ class Engine:
         self._built = tuple(method.name for method in self.manifest.methods if method.name in loaded_methods)
         self._program = program = backend.program(target, self.loaded_methods)
         policy = SpeculationPolicy(self.manifest, self.loaded_methods)
-        if backend.execution != "host":  # on the host the first step costs 50 ms more, and warming up six times that
+        if backend.execution != "host":  # on the host the first step takes 50 ms longer, and warming up six times that
             self._warm_up(Scheduler(program, policy, reuse=True))
         if costs is not None:
             self.costs: Costs | None = Costs(costs)
@@ -120,30 +120,31 @@ class Engine:
 
         Args:
             bundle: a folder written by ``specexport build``, or an opened bundle.
-            threads: CPU threads; None for one per core that this process may use.
+            threads: CPU threads; None for one for each core that this process may use.
             check_hashes: compare every file's SHA-256 with the manifest; sizes are always compared.
-            methods: options of methods that need no graph, instead of the bundle's or the defaults, such as
+            methods: options of methods that need no graph, in place of the bundle's or the defaults, such as
                 ``{"method": "suffix", "store_tokens": 100_000}``; see
                 :func:`~specexport.contract.methods.read_methods`.
-            max_batch_size: requests that run at once, one of the bundle's batch sizes; None for its largest, on a GPU
-                for its smallest. Engines run those they were compiled for (``compile --engine-batch-sizes``).
+            max_batch_size: number of requests that run together, one of the bundle's batch sizes; None for its largest,
+                on a GPU for its smallest. Engines run the ones they were compiled for (``compile
+                --engine-batch-sizes``).
             max_model_len: most tokens of a prompt and its output; None for as many as the bundle was built for.
             prefix_cache: reuse the cache rows of an earlier text for a prompt that begins like it.
-            calibrate: choose how much each step speculates by measured costs, and look draft tokens up in the text
-                where that pays, whatever the bundle was built for. Measuring takes a few seconds when a bundle is first
-                opened on a machine; the figures are kept in the cache folder. Without it a request alone speculates
-                with its method's default.
+            calibrate: choose how much each step speculates by measured costs, and look draft tokens up in the text when
+                that pays, whatever the bundle was built for. Measuring takes a few seconds when a bundle is first
+                opened on a machine; the figures are kept in the cache folder. Without measured costs a single request
+                speculates with its method's default.
             costs: the costs of steps, instead of measuring them.
             cache_graphs: keep int8 and int4 matrices in packed form in the cache folder, so that the bundle opens four
                 times as fast the next time.
-            backend: an entry point of ``specexport.backends``; None for the one that the bundle was built for.
+            backend: an entry point of ``specexport.backends``; None for the backend that the bundle was built for.
             gpu_memory_utilization: for GPU backends, the share of the device's memory that may be in use once the
-                bundle is loaded, including other programs'.
+                bundle is loaded, including other programs' memory.
 
         Raises:
             BundleError: the bundle is incomplete, altered or too new.
             BackendError: its backend is not installed, refuses a graph, or has no device or too little memory.
-            BuildError: a method's options are wrong, or it needs a graph; or the bundle was built for fewer tokens.
+            BuildError: a method's options are wrong, it needs a graph, or the bundle was built for fewer tokens.
             RequestError: the bundle was not built for the batch size.
         """
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, check_hashes=check_hashes)
@@ -176,7 +177,7 @@ class Engine:
 
     @property
     def inexact(self) -> str:
-        """Why texts may differ from plain decoding's where two tokens are about equally likely; empty if exact."""
+        """The reason why texts may differ from plain decoding's at nearly equally likely tokens; empty if exact."""
         return self.backend.inexact(self._target)
 
     def __enter__(self) -> Engine:
@@ -191,8 +192,8 @@ class Engine:
     def close(self) -> None:
         """Frees the models and their caches; later requests are refused.
 
-        Streams that this thread started end and requests that wait for a slot fail. Running requests of other threads
-        finish first, so the rest of their output can still be read.
+        Streams that this thread started end, and requests that wait for a slot fail. Running requests of other threads
+        finish first, so that the rest of their output can still be read.
         """
         self._closed = True
         self._scheduler.close()
@@ -202,13 +203,14 @@ class Engine:
             self.backend.close()
 
     def prepare_grammars(self) -> None:
-        """Reads the tokenizer for schemas and grammars now; the first constrained output would wait for it, for seconds
-        with a large vocabulary.
+        """Reads the tokenizer for schemas and grammars now.
+
+        Otherwise the first constrained output waits for it, for seconds if the vocabulary is large.
         """
         self._grammars.prepare()
 
     def stall_reason(self, timeout: float) -> str | None:
-        """Why requests make no progress, such as a turn of more than ``timeout`` seconds; None while they do."""
+        """The reason why requests make no progress, such as a turn longer than ``timeout`` seconds; None if they do."""
         return self._scheduler.stall_reason(timeout)
 
     def defaults(self) -> SamplingParams:
@@ -218,9 +220,9 @@ class Engine:
     def params(self, length: int | None = DEFAULT_MAX_TOKENS, **overrides: Any) -> SamplingParams:
         """The model's own sampling parameters, with some overridden.
 
-        ``length`` is the most tokens if neither caller nor model sets them; None for as many as the context holds.
-        The model's length limits give way: ``max_length`` to ``max_tokens``, ``min_length`` and its ``min_tokens`` to
-        ``min_tokens``, to a smaller ``max_tokens``, and to a schema or a grammar, which end the text.
+        ``length`` is the greatest number of tokens if neither caller nor model sets it; None for as many as the context
+        holds. Overrides replace the model's length limits: ``max_tokens`` its ``max_length``; ``min_tokens``, a smaller
+        ``max_tokens``, a schema or a grammar, which ends the text, its ``min_length`` and ``min_tokens``.
 
         Raises:
             RequestError: a value is out of range; names the field.
@@ -240,16 +242,13 @@ class Engine:
         return SamplingParams(**model | {"rules": rules} | overrides)
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculative: SpeculativeLike | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, speculative: SpeculativeLike | None = None
     ) -> Stream:
-        """Starts a request; text comes as the returned stream is iterated.
+        """Starts a request; iterating the returned stream yields its text.
 
         Args:
             prompt: text, token ids, or an :class:`~specexport.runtime.prompt.EmbedsPrompt`, which holds embeddings.
-                A draft model reads no embeddings: such a request takes the first of the bundle's methods that can, or
+                A draft model reads no embeddings: such a request takes the bundle's first method that can read them, or
                 decodes plainly.
             params: None for :meth:`defaults`.
             speculative: how to speculate: the name of a method, a mapping such as ``{"method": "ngram",
@@ -258,7 +257,7 @@ class Engine:
 
         Raises:
             RequestError: the prompt does not fit the context, the method or the tree was not built, the method's
-                model cannot read the prompt's embeddings, or a hypothesis does not go with the method or is missing.
+                model cannot read the prompt's embeddings, or a hypothesis does not suit the method or is missing.
             ClosedError: the engine is closed.
         """
         if self._closed:
@@ -335,27 +334,24 @@ class Engine:
         return request
 
     def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculative: SpeculativeLike | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, speculative: SpeculativeLike | None = None
     ) -> Completion:
         """Runs a request to its end; see :meth:`stream`."""
         return complete(self.stream(prompt, params, speculative))
 
     def _costs_here(self) -> Costs:
-        """The costs of steps on this machine: stored ones, or measured now."""
+        """The costs of steps on this machine, stored earlier or measured now."""
         stored = stored_costs(self.manifest, self.backend, self.slots).load()
         return Costs(self.calibrate() if stored is None else stored, refined=True)
 
     def calibrate(self, seconds: float = SECONDS, progress: Progress | None = None) -> CostCurve:
-        """Measures what steps cost on this machine and stores the costs for engines that are opened later.
+        """Measures the costs of steps on this machine, and stores them for engines that are opened later.
 
         They are not stored if the machine was too busy. Nothing else may use the engine meanwhile.
 
         Args:
             seconds: about how long it may take.
-            progress: called with what is being timed, the rounds done and the rounds in all.
+            progress: reports the progress.
         """
         built = {
             name: self.loaded_methods[name]
@@ -369,7 +365,7 @@ class Engine:
 
     def _warm_up(self, scheduler: Scheduler) -> None:
         """Runs a plain step and one of each method, so that the first request does not pay for buffers and pages."""
-        # Repeated, so that look-ups have matches; long enough for the longest chain.
+        # One token repeated, so that look-ups have matches, and long enough for the longest chain.
         start = self.encode([0] * max(2, min(_WARM_UP_TOKENS, self.manifest.max_seq_len - 2)))
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         trees = {name: self.methods[name].token_trees()[0] for name in self._built or list(self.methods)[:1]}

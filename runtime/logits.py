@@ -1,4 +1,4 @@
-"""Changes of the target's logits at every node of a tree, before acceptance; and log-probabilities.
+"""Changes the target's logits at every node of a tree before acceptance, and computes log-probabilities.
 
 p is the target's distribution after these changes, and lossless methods reproduce it. Proposers ignore the changes:
 draft tokens are accepted or rejected by the changed p, whatever q they were drawn from.
@@ -30,29 +30,29 @@ class LogitsProcessor(Protocol):
     """Changes the logits of one output, and follows the output as it grows."""
 
     def apply(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
-        """The changed logits, each node's by the output so far and the draft tokens on its path.
+        """Changes each node's logits by the output so far and the draft tokens on the node's path.
 
         Args:
-            logits: float32 ``[N,V]``, at every node of the tree; not changed.
-            tree: its N nodes.
-            draft_tokens: int64 ``[N-1]``, those of nodes 1 to N-1.
+            logits: float32 ``[N,V]``, at every node of the tree; not modified.
+            tree: the tree of N nodes.
+            draft_tokens: int64 ``[N-1]``, the tokens of nodes 1 to N-1.
 
         Returns:
-            float32 ``[N,V]``.
+            The changed logits, float32 ``[N,V]``.
         """
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Advances by the tokens that a step committed."""
+        """Extends the output by the tokens that a step committed."""
 
     def check(self) -> None:
-        """Raises the error that a step could not raise, as other requests share it; none by default."""
+        """Raises an error of :meth:`apply`, which must not raise, as other requests share the step; none by default."""
         return
 
 
 class _OutputProcessor(LogitsProcessor):
     """Changes each node's logits by the prompt, the output so far and the draft tokens on the node's path.
 
-    ``prompt`` are its tokens; negative numbers stand for embeddings.
+    Negative numbers in ``prompt`` stand for embeddings.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -72,29 +72,21 @@ class _OutputProcessor(LogitsProcessor):
 
     @abstractmethod
     def _change(self, row: Floats, output: Ints) -> None:
-        """Changes the logits ``[V]`` after an output, int64 ``[M]``."""
+        """Changes the logits ``[V]`` of the token after an output, int64 ``[M]``, in place."""
 
 
 class Penalties(_OutputProcessor):
-    """Biases, penalties and the minimum length of one output; see :class:`~specexport.runtime.params.SamplingParams`.
+    """Applies biases, penalties and the minimum length; see :class:`~specexport.runtime.params.SamplingParams`.
 
-    Tokens in ``ends`` are forbidden before the output has ``min_tokens`` tokens, by default those of the parameters.
-
-    Raises:
-        RequestError: a bias is for a token that the model does not have.
+    Tokens in ``ends`` are forbidden before the output has ``min_tokens`` tokens.
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        prompt: Sequence[int],
-        ends: Sequence[int],
-        vocab_size: int,
-        min_tokens: int | None = None,
+        self, params: SamplingParams, prompt: Sequence[int], ends: Sequence[int], vocab_size: int, min_tokens: int
     ) -> None:
         super().__init__(prompt)
         self._params = params
-        self._min_tokens = params.min_tokens if min_tokens is None else min_tokens
+        self._min_tokens = min_tokens
         self._ends = _in_vocabulary(ends, vocab_size)
         self._biased = np.array(list(params.logit_bias), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
@@ -136,7 +128,7 @@ class Rules(_OutputProcessor):
 
     A rule is skipped if it would leave none of the tokens that a grammar and the rules before it allow.
 
-    ``ends`` are tokens that end the output, ``limit`` is its length at most.
+    ``ends`` are the tokens that end the output, ``limit`` is its greatest length.
     """
 
     def __init__(
@@ -196,7 +188,7 @@ def _in_vocabulary(tokens: Sequence[int], vocab_size: int) -> Ints:
 
 
 class _Sequences:
-    """Token sequences, indexed by their last token but one: of thousands, a text can complete few."""
+    """Token sequences, indexed by their last token but one, as a text can complete only a few of thousands."""
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
         self._alone: list[tuple[int, int]] = []
@@ -208,7 +200,7 @@ class _Sequences:
                 self._longer.setdefault(sequence[-2], []).append((at, np.array(sequence, np.int64)))
 
     def completed_by(self, text: Ints) -> list[tuple[int, int]]:
-        """Indices of the sequences that one more token would complete, with that token."""
+        """The sequences that one more token would complete: their indices, and that token."""
         matches = list(self._alone)
         for at, sequence in self._longer.get(int(text[-1]), ()) if len(text) else ():
             before = len(sequence) - 1
@@ -218,7 +210,7 @@ class _Sequences:
 
 
 def _completing(text: Ints, n: int, source: Ints) -> Ints:
-    """Tokens that would end a text with an n-gram of a source."""
+    """The tokens that would end a text with an n-gram of the source."""
     if n == 0 or len(source) < n or len(text) < n - 1:
         return np.empty(0, np.int64)
     grams = np.lib.stride_tricks.sliding_window_view(source, n)
@@ -229,11 +221,11 @@ def _completing(text: Ints, n: int, source: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The target's log-probabilities where a token was chosen, before temperature and filters.
+    """The target's log-probabilities at a token of the output, before temperature and filters.
 
     Attributes:
-        logprob: that of the chosen token, in nats.
-        rank: its rank among all tokens, 1 for the most probable.
+        logprob: its log-probability in nats.
+        rank: its rank among all tokens; 1 for the most probable.
         top: the most probable tokens with their log-probabilities, best first.
     """
 
@@ -250,8 +242,8 @@ def token_logprobs(
 
     Args:
         logits: float32 ``[N,V]``, at every node of the verified tree.
-        nodes: the node after which each token came: the root, then the accepted path.
-        tokens: the tokens; fewer than nodes where the output ended.
+        nodes: the node before each token: the root, then the accepted path.
+        tokens: the tokens; fewer than nodes if the output ended.
         top: number of most probable tokens to list.
     """
     return tuple(_at(logits[node], token, top) for node, token in zip(nodes, tokens, strict=False))
@@ -282,7 +274,7 @@ def processors(
     remaining: int,
     grammars: Grammars,
 ) -> list[LogitsProcessor]:
-    """The processors of a request, in order: biases, penalties, grammars, rules.
+    """The logits processors of a request, in order: biases, penalties, grammars, rules.
 
     Tokens in ``ends`` are forbidden in the first ``min_tokens``; the output has at most ``remaining`` tokens.
 

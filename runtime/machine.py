@@ -1,4 +1,4 @@
-"""This machine: its name, the cores that a process may use, and the cache folder with records about it."""
+"""This machine: its processor, the cores that a process may use, and the cache folder with records about it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cache_folder() -> Path | None:
     """``$SPECEXPORT_CACHE``, or ``specexport`` in the user's cache folder; None without either: nothing is cached.
 
     Raises:
-        BuildError: a variable names a home folder, and there is none.
+        BuildError: a variable contains ``~``, and there is no home folder.
     """
     folder, caches = os.environ.get("SPECEXPORT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if folder:
@@ -37,9 +37,9 @@ def cache_folder() -> Path | None:
 
 
 def disable_telemetry() -> None:
-    """Disables onnxruntime's telemetry; call it before importing onnxruntime.
+    """Disables onnxruntime's telemetry; call it before onnxruntime is imported.
 
-    Without a home folder to store its machine id in, telemetry would also print a warning.
+    Telemetry would also print a warning if there is no home folder for its machine id.
     """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
@@ -69,14 +69,14 @@ def _cpuinfo(field: str) -> str:
 
 
 def machine_key(about: Sequence[str]) -> str:
-    """A file name for a result that depends on these texts and on this machine."""
+    """A file name for a result that depends on these texts and this machine."""
     return hashlib.sha256("\n".join((cpu_name(), cpu_features(), *about)).encode()).hexdigest()[:32]
 
 
 def remove_unused(entries: Iterable[Path], stamp: str = "", seconds: float = _UNUSED) -> None:
-    """Removes entries of a cache folder that were not used for some time.
+    """Removes entries of a cache folder that have not been used for ``seconds``.
 
-    ``stamp`` is a file of each entry whose time is its last use; by default the entry's own time is.
+    The time of an entry, or of its file ``stamp`` if it has one, is that of its last use.
     """
     for entry in entries:
         with contextlib.suppress(FileNotFoundError):  # another process removes it too
@@ -89,13 +89,13 @@ def remove_unused(entries: Iterable[Path], stamp: str = "", seconds: float = _UN
 class MachineRecord(Generic[Record]):
     """A result that holds for this machine, stored in the cache folder.
 
-    Nothing is stored if the folder is missing or not writable; a damaged file counts as missing.
+    Nothing is stored if there is no such folder or it is not writable; a damaged file counts as missing.
 
     Args:
-        name: the kind of result: a folder in the cache folder.
-        about: everything that it depends on; the file is named by a hash of this and of the machine.
-        kind: the type, stored as JSON.
-        limit: most bytes of the file; a larger one counts as damaged.
+        name: the kind of result, a folder in the cache folder.
+        about: everything that the result depends on; its file is named by a hash of this and of the machine.
+        kind: its type, stored as JSON.
+        limit: most bytes of the file; a larger file counts as damaged.
     """
 
     def __init__(self, name: str, about: Sequence[str], kind: type[Record], limit: int = 1 << 20) -> None:

@@ -23,21 +23,20 @@ _GREEDY_BELOW = 1e-5
 """Dividing logits by lower temperatures would overflow."""
 _text, _sampling, _speculation = (partial(option, group=group) for group in ("text", "sampling", "speculation"))
 
-if TYPE_CHECKING:  # what callers may give
+if TYPE_CHECKING:  # the types that callers may pass
     _Texts = Sequence[str]
     _TokenIds = Sequence[int]
     _Schema = str | Mapping[str, Any]
-else:  # what it becomes
+else:  # the types that they are converted to
     _Texts, _TokenIds, _Schema = tuple[str, ...], tuple[int, ...], str
 
 
 class SamplingParams(Options, frozen=True):
-    """How to continue one prompt. Names and meanings are vLLM's.
+    """The parameters for continuing one prompt. Names and meanings are vLLM's.
 
-    Filters apply in the order temperature, top-k, top-p, min-p, to the target's distribution p and to the draft's q
-    alike, so speculation does not change what is sampled. ``logit_bias`` comes before them, then the penalties in the
-    order repetition, frequency, presence. At a node of a tree the output so far includes the draft tokens before it, so
-    the text is what plain decoding would sample.
+    ``logit_bias`` comes first, then the penalties in the order repetition, frequency, presence. Filters follow in the
+    order temperature, top-k, top-p, min-p, for the target's distribution p and the draft's q alike. At a node of a tree
+    the output so far includes the draft tokens before it. So speculation does not change the distribution of texts.
 
     Numbers and arrays may be NumPy's or torch's.
 
@@ -117,7 +116,7 @@ class SamplingParams(Options, frozen=True):
         return hash(tuple(value for value in fields if not isinstance(value, dict)))
 
     def __post_init__(self) -> None:
-        """Reads the forms in which callers give texts, lists and schemas, then checks them."""
+        """Converts the forms in which callers may pass texts, lists and schemas, then checks all values."""
         for name in ("stop", "stop_token_ids"):
             msgspec.structs.force_setattr(self, name, _several(getattr(self, name)))
         if self.logit_bias is None:
@@ -178,7 +177,7 @@ class SamplingParams(Options, frozen=True):
 
 
 def require_params(params: object) -> None:
-    """Refuses what is not a request's parameters, such as a dictionary.
+    """Refuses other values for a request's parameters, such as a dictionary.
 
     Raises:
         RequestError: it is neither None nor :class:`SamplingParams`.
@@ -188,7 +187,7 @@ def require_params(params: object) -> None:
 
 
 def _several(values: object) -> object:
-    """One text, or any iterable, as a tuple; None is empty."""
+    """A text or any iterable as a tuple; None as an empty one."""
     if isinstance(values, (str, bytes)) or values is None:
         return () if values is None else (values,)
     return tuple(values) if isinstance(values, Iterable) else values

@@ -1,4 +1,4 @@
-"""Encodes prompts: text, token ids, or embeddings, such as an encoder's output for sound or images."""
+"""Encodes prompts: text, token ids, or embeddings, such as an encoder's output for sound or an image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specexport.runtime.sampling import Floats, Ints
 
 _KEY = secrets.token_bytes(16)
 _FIRST_MARK = -2
-"""The largest mark: -1 separates the outputs that suffix decoding stores."""
+"""The largest mark of an embedding; -1 separates the outputs that suffix decoding stores."""
 
 
 class EmbedsPrompt:
@@ -27,15 +27,15 @@ class EmbedsPrompt:
 
     >>> EmbedsPrompt(["User: ", sound, " Transcribe it."])  # doctest: +SKIP
 
-    Embeddings are what transformers takes as ``inputs_embeds``: what ``model.get_input_embeddings()`` returns for token
-    ids. So they are scaled if the model's embedding layer scales (Gemma), and not if the model multiplies afterwards
-    (Granite). The prompt may end with them.
+    Embeddings are transformers' ``inputs_embeds``, as ``model.get_input_embeddings()`` returns them for token ids. So
+    they are scaled if the model's embedding layer scales (Gemma), but not if the model multiplies afterwards (Granite).
+    The prompt may end with them.
 
     Args:
-        parts: embeddings, or a list or tuple of parts that are read one after another. A part is embeddings, an array
-            ``[N,H]`` of floating-point numbers, or anything that ``numpy.asarray`` accepts, such as a torch tensor on
-            the CPU; or token ids, ``[N]`` whole numbers; either also as a batch of one; or text.
-            Only a text at the beginning gets the tokenizer's special tokens, such as a start token.
+        parts: embeddings, or a list or tuple of parts that follow each other. A part is text; embeddings, ``[N,H]``
+            floating-point numbers; or token ids, ``[N]`` whole numbers. Arrays may be anything that ``numpy.asarray``
+            accepts, such as a torch tensor on the CPU, also with a batch dimension of one. Only a text at the beginning
+            gets the tokenizer's special tokens, such as a start token.
     """
 
     def __init__(self, parts: Any) -> None:
@@ -48,19 +48,19 @@ class Embeddings:
 
     Attributes:
         rows: float32 ``[N,H]``.
-        at: int64 ``[P]``, the row of each position of the prompt; -1 for a token.
+        at: int64 ``[P]``, the row for each position of the prompt; -1 for a token.
     """
 
     rows: Floats
     at: Ints
 
     def put(self, start: int, inputs_embeds: Floats, embeds_mask: npt.NDArray[np.bool_]) -> None:
-        """Writes the part of the prompt from a position on into a step graph's inputs.
+        """Writes the embeddings of T positions into a step graph's inputs.
 
         Args:
-            start: the position.
-            inputs_embeds: float32 ``[T,H]``; rows of tokens are left unchanged.
-            embeds_mask: bool ``[T]``; positions after the prompt are tokens.
+            start: the first position.
+            inputs_embeds: float32 ``[T,H]``; rows of tokens stay unchanged.
+            embeds_mask: bool ``[T]``; False for tokens, and after the prompt.
         """
         part = self.at[start : start + len(embeds_mask)]
         embeds_mask[:] = False
@@ -73,7 +73,7 @@ class EncodedPrompt:
     """A prompt with embeddings as an engine reads it.
 
     Attributes:
-        tokens: the token id of each position; for an embedding a negative number, equal for equal embeddings alone, so
+        tokens: the token id of each position; for an embedding a negative number that only equal embeddings share, so
             that texts can be compared by their tokens.
     """
 
@@ -102,9 +102,9 @@ class PromptEncoder:
     def encode(self, prompt: EmbedsPrompt | EncodedPrompt) -> EncodedPrompt: ...
 
     def encode(self, prompt: Prompt) -> list[int] | EncodedPrompt:
-        """The tokens of a prompt, with the tokenizer's own special tokens; an empty prompt becomes its start token.
+        """Encodes a prompt, with the tokenizer's special tokens; an empty prompt becomes the start token.
 
-        Those of an :class:`EmbedsPrompt` come with its embeddings.
+        An :class:`EmbedsPrompt` is encoded with its embeddings.
 
         Raises:
             RequestError: the prompt is neither text nor token ids, has a token id outside the vocabulary, is empty
@@ -131,7 +131,7 @@ class PromptEncoder:
         return tokens
 
     def continuation(self, prompt: Prompt, text: str | Sequence[int]) -> list[int]:
-        """The tokens of a text that follows a prompt; token ids are checked and returned.
+        """Encodes a text that follows a prompt; token ids are checked and returned.
 
         Raises:
             RequestError: a token id is outside the vocabulary, or the text is not valid.
@@ -150,8 +150,8 @@ class PromptEncoder:
         """Reads a prompt's parts.
 
         Raises:
-            RequestError: a part has another type, embeddings of another width, or numbers that are not finite; or there
-                are too many positions. Names the part.
+            RequestError: a part has a wrong type, embeddings of another width or numbers that are not finite, or there
+                are too many positions; names the part.
         """
         size, longest = self._manifest.target.embedding_size, self._manifest.max_seq_len
         if size is None:
@@ -200,7 +200,7 @@ class PromptEncoder:
 
 
 def _array(part: Any, name: str, size: int) -> npt.NDArray[Any]:
-    """A part other than text as an array: embeddings ``[N,H]``, or token ids ``[N]``."""
+    """Reads a part other than text as an array: embeddings ``[N,H]``, or token ids ``[N]``."""
     try:
         array = np.asarray(part)
     except Exception as error:  # another library's array may raise anything
@@ -223,7 +223,7 @@ def _mark(row: Floats) -> int:
 
 
 def is_embedding(token: int) -> bool:
-    """Whether a text's token stands for an embedding, which nothing may propose."""
+    """Whether a text's token stands for an embedding, which is never proposed."""
     return token < 0
 
 

@@ -1,4 +1,4 @@
-"""The interface of proposers, and how they are opened."""
+"""The interface of proposers, functions that they share, and their opening."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ State = TypeVar("State")
 
 @dataclass
 class SlotView:
-    """The request in a slot, as a proposer sees it.
+    """The request in a slot, as step programs and proposers see it.
 
     Attributes:
         slot: the request's slot in every cache; it may change between steps.
-        tokens: prompt and output so far; the last one, the step's root, is not in the target's cache yet.
+        tokens: prompt and output so far; the last token, the step's root, is not in the target's cache yet.
         params: sampling parameters.
-        random: the request's noise.
-        tree: the tree to fill in this step; the root alone for a plain step.
-        hypothesis: the expected output; empty if the request has none.
+        random: source of the request's noise.
+        tree: the tree to fill in this step; only the root for a plain step.
+        hypothesis: the expected output; empty if there is none.
         method: the request's method; None decodes plainly.
-        lookup: the look-up method that proposes in this step instead of the request's own.
+        lookup: the look-up method that proposes in this step instead of the request's method.
         options: the request's options of its method, if they differ from the proposer's.
-        processors: logits processors, in this order.
-        embeddings: the prompt's embeddings, whose tokens are negative numbers; None for none.
+        processors: logits processors, in the order in which they apply.
+        embeddings: the prompt's embeddings, whose tokens are negative numbers; None if there are none.
         prompt: number of prompt tokens.
-        read_again: tokens that the target read again for the proposer though its cache held them.
-        prompt_logprobs: those of the prompt's read tokens from the second on, if requested.
+        read_again: number of tokens that the target read again for the proposer although its cache held them.
+        prompt_logprobs: those of the prompt's tokens read so far, from the second on, if requested.
     """
 
     slot: int
@@ -66,12 +66,12 @@ class SlotView:
 
 
 @dataclass(frozen=True)
-class Window:
-    """A step's tokens, if it runs more than the draft tokens.
+class WiderStep:
+    """The tokens of a step that runs extra nodes besides the draft tokens.
 
     Attributes:
-        tokens: int64 ``[T-1]``, those of the nodes 1..T-1: the draft tokens, then further ones.
-        tree: their tree; its first nodes are the proposal's tree.
+        tokens: int64 ``[T-1]``, the tokens of nodes 1..T-1: first the draft tokens.
+        tree: their tree, which begins with the proposal's nodes.
     """
 
     tokens: Ints
@@ -83,22 +83,22 @@ class Proposal:
     """Draft tokens for one slot.
 
     Attributes:
-        tokens: int64 ``[K]``, those of the tree's nodes 1..K.
+        tokens: int64 ``[K]``, the tokens of the tree's nodes 1..K.
         tree: their tree; node 0 is the last committed token.
         q: the distributions they were drawn from; None if they were chosen without drawing (q = 1).
-        candidates: int64 ``[depths,M]``, the candidates at each depth of the tree, most probable first.
-        window: further tokens of the step, which are never accepted; None for none.
+        candidates: int64 ``[depth,M]``, the candidates at each depth of the tree, most probable first.
+        wider: the step's tokens if it runs extra nodes, which are never accepted; else None.
     """
 
     tokens: Ints
     tree: TokenTree
     q: Distributions | None
     candidates: Ints
-    window: Window | None = None
+    wider: WiderStep | None = None
 
 
 class DeviceDraft(Protocol):
-    """A draft that can run within a step on a device.
+    """A draft that can run as part of a step on a device.
 
     Attributes:
         graph: the propose graph.
@@ -109,24 +109,24 @@ class DeviceDraft(Protocol):
     def is_ready(self, view: SlotView) -> bool:
         """Whether the draft has read enough of a text to draft after it."""
 
-    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
-        """Writes the inputs of a run of T tokens and K drafts for ready slots; returns the window."""
+    def write_inputs(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+        """Writes the inputs of a run with T = ``tokens`` and K = ``drafts`` for ready slots; returns the window."""
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
-        """The row with q of each node of a tree but the root, in a run of T tokens, int64 ``[N-1]``."""
+        """The row with q of each node of a tree but the root, in a run with T = ``tokens``, int64 ``[N-1]``."""
 
-    def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
-        """Commits a run's rows: those of the text and of the accepted draft tokens."""
+    def commit(self, view: SlotView, drafted: Sequence[int]) -> None:
+        """Commits a run's rows of the text and of the accepted draft tokens."""
 
 
 class Proposer(ABC):
-    """Proposes draft tokens for several slots at once, with state for each slot.
+    """Proposes draft tokens for several slots together, with state for each slot.
 
-    A proposer implements :meth:`propose`, and any other methods that it needs; by default they do nothing.
+    A proposer implements :meth:`propose`, and other methods that it needs; by default they do nothing.
 
     Attributes:
         observes: the target's outputs that :meth:`observe` and :meth:`observe_text` read.
-        reads_along: most unread tokens that a draft can read in a run that drafts; more need further runs.
+        reads_along: most unread tokens that a draft can read in the run in which it drafts.
     """
 
     observes: frozenset[str] = frozenset()
@@ -142,11 +142,11 @@ class Proposer(ABC):
         """Proposals by slot; a slot without one takes a plain step."""
 
     def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
-        """Reads up to one chunk of a slot's text; returns whether tokens are unread.
+        """Reads up to one chunk of a slot's text; returns whether more must be read.
 
         Args:
             view: the slot.
-            max_deferred: trailing tokens that may stay unread, if a run that drafts can read them along.
+            max_deferred: number of last tokens that may stay unread, for the run that drafts to read.
         """
         return False
 
@@ -155,8 +155,8 @@ class Proposer(ABC):
 
         Args:
             slot: the slot.
-            outputs: the target's outputs for the slot, without the batch dimension; copy what is kept.
-            row: their row at the text's last token but one, which precedes the next proposal.
+            outputs: the target's outputs for the slot, without the batch dimension; copy them to keep them.
+            row: their row at the text's last token but one, the token before the next root.
         """
 
     def observe_text(self, view: SlotView, outputs: Mapping[str, Array], past: int, rows: Sequence[int]) -> None:
@@ -164,33 +164,33 @@ class Proposer(ABC):
 
         Args:
             view: the slot.
-            outputs: the target's outputs for the slot, without the batch dimension; copy what is kept.
-            past: position of the first token of the text that the target read.
-            rows: rows of these tokens among the T of the run, in order; those after the text's end were accepted.
+            outputs: the target's outputs for the slot, without the batch dimension; copy them to keep them.
+            past: position of the first token that the target read.
+            rows: the rows of these tokens among the run's T, in order; tokens after the text's end were just accepted.
         """
 
     def needs_from(self, view: SlotView) -> int:
-        """The position from which the target must read the text again, as the proposer has not observed its outputs.
+        """The position from which the target must read the text, as the proposer has not observed the outputs there.
 
-        The target's cache may hold rows that it computed for another request.
+        The target's cache may hold the rows already, computed for another request.
         """
         return len(view.tokens)
 
     def move(self, source: int, to: int) -> None:
-        """Moves a request to another slot, which was free."""
+        """Moves a request's state to another slot, which was free."""
 
     def share(self, source: int, to: int, tokens: int) -> None:
-        """Tells that the texts in ``source`` and ``to`` share their first ``tokens`` tokens."""
+        """Reuses state: the text in slot ``to`` begins with the first ``tokens`` tokens in slot ``source``."""
 
     def shrink_cache(self, rows: int) -> None:
-        """Allows a cache to shrink: the longest running text will have at most ``rows`` tokens."""
+        """Allows a cache to shrink, as running texts will have at most ``rows`` tokens."""
 
     def release(self, slot: int) -> None:
-        """Drops the state of a slot whose request has ended. State that depends on tokens alone may stay."""
+        """Drops the state of a slot whose request has ended; state that depends only on tokens may stay."""
 
 
 class SlotProposer(Proposer, Generic[State]):
-    """A proposer with state for each slot, in ``_slots``, which moves and ends with the slot's request."""
+    """A proposer whose state for each slot, in ``_slots``, moves and ends with the slot's request."""
 
     def __init__(self) -> None:
         self._slots: dict[int, State] = {}
@@ -204,43 +204,43 @@ class SlotProposer(Proposer, Generic[State]):
         self._slots.pop(slot, None)
 
 
-class Chains:
-    """The chains a bundle verifies, for proposers that find varying numbers of tokens."""
+def longest_chain(chains: Sequence[TokenTree], tree: TokenTree, tokens: Sequence[int]) -> Proposal | None:
+    """Proposes tokens that were chosen without drawing (q = 1) in the longest chain that they fill.
 
-    def __init__(self, trees: Sequence[TokenTree]) -> None:
-        self._longest_first = sorted(trees, key=len, reverse=True)
+    Args:
+        chains: those that the bundle verifies.
+        tree: the slot's tree; longer chains are not proposed.
+        tokens: the expected next tokens, as many as are known; those after the chain are dropped.
 
-    def proposal(self, tree: TokenTree, matches: Sequence[int]) -> Proposal | None:
-        """The first matching tokens, in the longest chain that they fill and that is not longer than the tree.
-
-        Tokens are chosen without drawing (q = 1). None if no chain is short enough.
-        """
-        most = min(len(matches), len(tree) - 1)
-        chain = next((chain for chain in self._longest_first if len(chain) - 1 <= most), None)
-        if chain is None:
-            return None
-        tokens = np.array(matches[: len(chain) - 1], np.int64)
-        return Proposal(tokens, chain, None, tokens[:, None])
+    Returns:
+        None if no chain is short enough.
+    """
+    most = min(len(tokens), len(tree) - 1)
+    chain = max((chain for chain in chains if len(chain) - 1 <= most), key=len, default=None)
+    if chain is None:
+        return None
+    drafted = np.array(tokens[: len(chain) - 1], np.int64)
+    return Proposal(drafted, chain, None, drafted[:, None])
 
 
 class TextProposer(SlotProposer[State]):
-    """Proposes the method's chains, with tokens from look-ups in text."""
+    """Proposes the method's chains, with tokens looked up in text."""
 
     def __init__(self, method: Method) -> None:
         super().__init__()
-        self._chains = Chains(method.token_trees())
+        self._trees = method.token_trees()
 
     @abstractmethod
     def ahead(self, view: SlotView) -> Sequence[int]:
         """The expected next tokens of a slot; empty for a plain step."""
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        proposals = {view.slot: self._chains.proposal(view.tree, self.ahead(view)) for view in views}
+        proposals = {view.slot: longest_chain(self._trees, view.tree, self.ahead(view)) for view in views}
         return {slot: proposal for slot, proposal in proposals.items() if proposal is not None}
 
 
 def fill(tree: TokenTree, candidates: Ints) -> Ints:
-    """The tokens ``[K]`` of a tree's nodes: for each, the candidate ``[depths,M]`` of its depth and rank."""
+    """The tokens of a tree's nodes, int64 ``[K]``: each is the candidate, from ``[depth,M]``, of its depth and rank."""
     depths, ranks = tree.depths[1:], np.asarray(tree.ranks[1:])
     tokens: Ints = candidates[depths - 1, ranks]
     return tokens
@@ -251,8 +251,8 @@ def most_probable_tree(tree: TokenTree, weights: Floats, spine: bool) -> TokenTr
 
     Args:
         tree: limits the number of nodes and the depth.
-        weights: float32 ``[depth,M]``, of a token by its depth and rank; a path's probability is their product. They
-            fall with the rank; on a spine only from rank 1 on.
+        weights: float32 ``[depth,M]``, the weight of a token by its depth and rank; the product along a path is its
+            probability. Weights fall with the rank; for a spine only from rank 1 on.
         spine: whether the path of ranks 0 is in the tree whatever its probability, and no other node has children.
     """
     by_rank, deepest = weights[: tree.depth].tolist(), tree.depth
@@ -287,16 +287,16 @@ def _tree_of(choices: tuple[tuple[int, ...], ...]) -> TokenTree:
 
 
 def drawn(tree: TokenTree, rows: Ints, tokens: Ints, ids: Ints, probs: Floats) -> tuple[Ints, Distributions, Ints]:
-    """The tokens of a tree in which those of rank 0 were drawn from q; others are the most probable alternatives.
+    """Fills a tree: tokens of rank 0 were drawn from q, tokens of other ranks are the most probable alternatives.
 
-    After a rejected drawn token the next is chosen without noise (q = 1), so multi-round rejection stays exact.
+    After a rejected drawn token, the next one is chosen without noise (q = 1), so multi-round rejection stays exact.
 
     Args:
         tree: the tree.
-        rows: int64 ``[K]``, for each node but the root the index of its parent's distribution among the R.
+        rows: int64 ``[K]``, for each node but the root the index of its parent's distribution among R.
         tokens: int64 ``[R]``, the token drawn from each distribution.
         ids: int64 ``[R,M]``, the tokens with probability in each, most probable first.
-        probs: float32 ``[R,M]``.
+        probs: float32 ``[R,M]``, their probabilities.
 
     Returns:
         The tokens of the nodes, int64 ``[K]``; q of each; and the candidates by their ranks, int64 ``[R,M]``.
@@ -316,7 +316,7 @@ def drawn(tree: TokenTree, rows: Ints, tokens: Ints, ids: Ints, probs: Floats) -
 
 @dataclass(frozen=True)
 class Opening:
-    """The resources from which proposers are opened."""
+    """Resources for opening proposers: the bundle, the backend, and the number of slots."""
 
     bundle: Bundle
     backend: Backend
@@ -328,8 +328,8 @@ class Opening:
         Raises:
             BackendError: the backend refuses it.
         """
-        ((role, model),) = method.models.items()
-        return self.backend.open(model, self.slots, method.signatures[role].buffers)
+        assert method.signature is not None
+        return self.backend.open(method.written_draft, self.slots, method.signature.buffers)
 
 
 def open_proposer(method: Method, opening: Opening) -> Proposer:

@@ -1,4 +1,4 @@
-"""A request: its counters, its state while it runs, and its output."""
+"""Requests: their counters, their state while they run, and their output."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from specexport.runtime.choice import History
 from specexport.runtime.logits import TokenLogprobs
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import SlotView
+from specexport.runtime.speculation.acceptance import History
 from specexport.runtime.step_program import Outcome, Verified
 from specexport.runtime.text import TextStream
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specexport.runtime.scheduler import Scheduler
 
 NO_METHOD = "plain"
-"""The method of steps without a proposal, in counters."""
+"""Counters list plain steps under this name."""
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -31,24 +31,24 @@ class Stats:
     Attributes:
         prompt_tokens: length of the prompt.
         output_tokens: tokens generated.
-        steps: verify steps, plain ones included.
+        steps: verify steps, including plain ones.
         drafted: draft tokens verified.
-        accepted: draft tokens accepted; those of the last step may be behind the output's end.
-        accepted_at: how often a draft token was accepted at each depth of a step's tree.
+        accepted: draft tokens accepted; in the last step perhaps beyond the output's end.
+        accepted_at: number of accepted draft tokens at each depth of the steps' trees.
         steps_with_draft: steps that verified draft tokens.
         steps_by_draft: number of steps by number of draft tokens (0 is plain), for each method that proposed them.
         cached_tokens: tokens of the prompt that were not read, as the cache held them already.
         queued: time until a slot was free.
-        prefill: time reading the prompt, by the target and by a draft.
+        prefill: time of reading the prompt, by the target and by a draft.
         stalled: time between its steps in which a chunk of another request's prompt was read.
-        propose: time proposing, for all requests of its steps.
-        verify: time in the target's decode and verify steps, for all requests of its steps.
-        accept: time deciding what is accepted, for all requests of its steps.
-        host: everything else in its steps: bookkeeping and text.
-        first_token: from the start of the request to its first tokens.
-        total: from start to end. Neither counts time in which no stream of the engine was read.
-        execution: how the work of a step reached the device: ``host`` without a device, ``plain`` call by call,
-            ``graph per engine`` as a captured CUDA graph for each model, ``graph per step`` as one for the whole step.
+        propose: time of proposing, for all requests of its steps.
+        verify: time of the target's decode and verify runs, for all requests of its steps.
+        accept: time of deciding which tokens are accepted, for all requests of its steps.
+        host: time of everything else in its steps: bookkeeping and text.
+        first_token: time from the start of the request to its first tokens.
+        total: time from start to end. Both leave out time in which no stream of the engine was read.
+        execution: how the work of steps reached the device: ``host`` without a device, ``plain`` call by call, ``graph
+            per engine`` as a captured CUDA graph for each model, ``graph per step`` as one for the whole step.
     """
 
     prompt_tokens: int = 0
@@ -73,7 +73,7 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens a verify step commits: accepted ones and the bonus token, up to the output's end."""
+        """Mean number of tokens that a step commits: accepted and bonus tokens, up to the output's end."""
         return self.output_tokens / self.steps if self.steps else 0.0
 
     @property
@@ -82,7 +82,7 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of steps in which a draft token was accepted at each depth."""
+        """For each depth, the share of steps in which a draft token was accepted there."""
         return [count / self.steps_with_draft for count in self.accepted_at] if self.steps_with_draft else []
 
     @property
@@ -95,8 +95,9 @@ class Stats:
         """Output tokens a second of decoding."""
         return self.output_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def count_step(self, method: str, drafted: int = 0, depth: int = 0, accepted: int = 0) -> None:
-        """Counts one step: the method, its draft tokens, their longest path, and how many were accepted."""
+    def count_step(self, method: str, outcome: Outcome) -> None:
+        """Counts a step for which ``method`` may have proposed draft tokens."""
+        drafted, accepted = outcome.drafted, outcome.accepted
         self.steps += 1
         steps = self.steps_by_draft.setdefault(method if drafted else NO_METHOD, {})
         steps[drafted] = steps.get(drafted, 0) + 1
@@ -104,7 +105,7 @@ class Stats:
         self.accepted += accepted
         if drafted:
             self.steps_with_draft += 1
-            self.accepted_at += [0] * (depth - len(self.accepted_at))
+            self.accepted_at += [0] * (outcome.depth - len(self.accepted_at))
             for position in range(accepted):
                 self.accepted_at[position] += 1
 
@@ -116,15 +117,15 @@ class Stats:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step added to the output.
+    """The part of an output that one step added.
 
     Attributes:
         text: new text; may be empty while a character or a possible stop text is unfinished.
         finish_reason: set on the last chunk: ``stop`` (end of text or a stop text), ``length`` (``max_tokens`` or the
             end of the context) or ``cancelled``.
-        logprobs: of each new token, if the request asks for them.
+        logprobs: those of each new token, if the request asks for them.
         pieces: the text that each token released, one piece a token; together they are ``text`` if there are any.
-        verified: the tree of the step; None for a plain one.
+        verified: the tree that the step verified; None for a plain step.
         created: its time, by ``time.monotonic()``.
     """
 
@@ -141,20 +142,21 @@ class Request:
     """A request, from its start until its last chunk is read.
 
     Attributes:
-        view: its part that step programs see: the prompt, to which the output is appended, and the next step's tree.
-        tree: the tree that it asked for; a step may verify a smaller one.
+        view: its part that step programs see, such as the prompt, to which the output is appended, and the next tree.
+        tree: the tree that it asked for; steps may verify smaller ones.
         fixed: whether it set its number of draft tokens.
-        lookup: a look-up method that may propose in a step instead of the request's own.
-        bypass: whether its hypothesis is its output, without a step.
-        remaining: tokens it may still generate.
+        lookup: a look-up method that may propose in a step instead of the request's own method.
+        bypass: whether its hypothesis becomes its output, without a step.
+        history: the acceptance of its draft tokens so far.
+        remaining: number of tokens that it may still generate.
         read: whether its prompt is read, so that steps may begin.
         began: the scheduler's clock when it was submitted.
         owner: the thread that started it.
         chunks: its unread chunks.
         finished: whether it has its last chunk.
-        cancelled: whether it is to end before its next step, with a last chunk.
+        cancelled: whether it ends before its next step, with a last chunk.
         abandoned: whether nobody will read its chunks.
-        error: why it ended without a last chunk.
+        error: the error that ended it without a last chunk; None if there was none.
     """
 
     def __init__(self, view: SlotView, text: TextStream, remaining: int, ends: Sequence[int]) -> None:
@@ -182,7 +184,7 @@ class Request:
 
     @property
     def ready(self) -> bool:
-        """Whether its reader need not wait."""
+        """Whether a reader of its next chunk need not wait."""
         return bool(self.chunks) or self.finished or self.abandoned or self.error is not None
 
     @property
@@ -190,8 +192,11 @@ class Request:
         """Whether it needs no further step."""
         return self.finished or self.cancelled or self.abandoned or self.error is not None
 
-    def take(self, outcome: Outcome, *, last: bool = False) -> Chunk:
-        """Appends a step's tokens to the text, up to its end; returns the chunk of output."""
+    def append(self, outcome: Outcome, *, last: bool = False) -> Chunk:
+        """Appends a step's tokens to the text, up to the output's end, and returns their chunk.
+
+        ``last`` says that the output ends with these tokens.
+        """
         pieces: list[str] = []
         new, stopped = outcome.tokens[: self.remaining], False
         while len(pieces) < len(new) and not stopped:
@@ -213,21 +218,21 @@ class Request:
         text, tokens = "".join(pieces), tuple(new[:count])
         return Chunk(text, tokens, reason, outcome.logprobs[:count], tuple(pieces), outcome.verified)
 
-    def give(self, chunk: Chunk) -> None:
+    def add_chunk(self, chunk: Chunk) -> None:
         """Queues a chunk for its reader."""
         self.finished = chunk.finish_reason is not None
         self.chunks.append(chunk)
 
     def end(self, reason: FinishReason) -> None:
-        """Ends it without a step; its last chunk is the text that was held back."""
-        self.give(Chunk(self._text.finish(), (), reason))
+        """Ends the request without a step; its last chunk is the text held back so far."""
+        self.add_chunk(Chunk(self._text.finish(), (), reason))
 
     def take_hypothesis(self) -> None:
         """Queues the whole hypothesis as its only chunk."""
         began = time.perf_counter()
-        chunk = self.take(Outcome(list(self.view.hypothesis)), last=True)
+        chunk = self.append(Outcome(list(self.view.hypothesis)), last=True)
         self.stats.total = self.stats.first_token = time.perf_counter() - began
-        self.give(chunk)
+        self.add_chunk(chunk)
 
 
 @dataclass(frozen=True)
@@ -236,10 +241,10 @@ class Completion:
 
     Attributes:
         text: the output without the stop text.
-        token_ids: every generated token, an end-of-text token included.
+        token_ids: all generated tokens, including an end-of-text token.
         finish_reason: see :class:`Chunk`.
-        logprobs: of each token, if the request asks for them.
-        prompt_logprobs: of the prompt's tokens from the second on, if the request asks for them.
+        logprobs: those of each token, if the request asks for them.
+        prompt_logprobs: those of the prompt's tokens from the second on, if the request asks for them.
     """
 
     text: str
@@ -251,7 +256,7 @@ class Completion:
 
 
 def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
-    """All chunks of an output as one."""
+    """Joins the chunks of an output."""
     return Chunk(
         "".join(chunk.text for chunk in chunks),
         tuple(token for chunk in chunks for token in chunk.token_ids),
@@ -277,8 +282,8 @@ class Stream:
 
     Attributes:
         tokens: prompt and output so far; negative numbers where the prompt has embeddings.
-        method: None decodes plainly.
-        hypothesis: the expected output.
+        method: the name of its method; None decodes plainly.
+        hypothesis: the expected output; empty if there is none.
         stats: the request's counters, up to date after every chunk.
     """
 
@@ -295,7 +300,7 @@ class Stream:
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Log-probabilities of the prompt's tokens from the second on, if requested: complete with the first chunk."""
+        """Log-probabilities of the prompt's tokens from the second on, if requested; complete with the first chunk."""
         return tuple(self._request.view.prompt_logprobs)
 
     def __iter__(self) -> Stream:

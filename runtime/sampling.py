@@ -1,10 +1,10 @@
 """Speculative sampling on the host: computes p and decides which draft tokens are accepted.
 
-Notation is that of Leviathan et al. 2023 and Chen et al. 2023: p is the target's distribution and q the draft's, both
+The notation follows Leviathan et al. 2023 and Chen et al. 2023: p is the target's distribution and q the draft's, both
 after temperature, top-k, top-p and min-p; K is the number of draft tokens.
 
-The acceptance functions take a tree of N nodes, ``logits``, float32 ``[N,V]``, the target's at every node, and
-``draft_tokens``, int64 ``[N-1]``, those of nodes 1 to N-1. They return the accepted nodes in order, and the next token.
+The acceptance functions take a tree of N nodes, the target's ``logits`` at every node, float32 ``[N,V]``, and the
+``draft_tokens`` of nodes 1 to N-1, int64 ``[N-1]``. They return the accepted nodes in order, and the next token.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Doubles = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _BLOCK = 1024
-"""Probabilities that are summed at once."""
+"""Number of probabilities that are summed together."""
 _FEW = 4096
-"""Up to this many numbers, sorting all is as fast as selecting some first."""
+"""Up to this many numbers, sorting all of them is as fast as selecting some first."""
 _GROUP = 64
-"""Logits in a group; the groups' maxima bound the least of the top k."""
+"""Logits in a group; the groups' maxima bound the k-th largest logit."""
 _BINS = 4096
 """Bins of a histogram of tokens by probability, so that only one bin has to be sorted."""
 _MOST_OF_TOP_H = 100
@@ -44,8 +44,8 @@ class Distributions:
     """q of each draft token of one slot, by its most probable tokens.
 
     Attributes:
-        ids: int64 ``[K,M]``; all different within a row.
-        probs: float32 ``[K,M]``; each row sums to 1.
+        ids: int64 ``[K,M]``, different within a row.
+        probs: float32 ``[K,M]``, their probabilities; each row sums to 1.
     """
 
     ids: Ints
@@ -54,10 +54,10 @@ class Distributions:
 
 @dataclass(frozen=True)
 class Distribution:
-    """p of one node of a tree; top-k, top-p and min-p leave few tokens of a large vocabulary.
+    """p at one node of a tree; top-k, top-p and min-p leave few tokens of a large vocabulary.
 
     Attributes:
-        ids: int64 ``[M]``, ascending: the tokens that may have probability; None for the whole vocabulary.
+        ids: int64 ``[M]``, the tokens that may have probability, ascending; None for the whole vocabulary.
         probs: float64 ``[M]``, their probabilities.
     """
 
@@ -70,7 +70,7 @@ class Distribution:
         return float(self.probs[at].sum())
 
     def _places(self, tokens: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """Indices in ``probs`` of those tokens that may have probability, and which tokens these are."""
+        """Indices in ``probs`` of the tokens that may have probability, and a mask of these tokens."""
         if self.ids is None:
             return tokens, np.ones(len(tokens), np.bool_)
         at = np.searchsorted(self.ids, tokens)
@@ -78,13 +78,13 @@ class Distribution:
         return at[present], present
 
     def residual(self, tokens: Ints, q: Floats) -> Distribution:
-        """norm(max(0, p - q)): the distribution to draw from after a rejected draft token.
+        """norm(max(0, p - q)): the distribution to draw from after a draft token was rejected.
 
         If q covers p up to rounding, the residual is empty and p is returned: a rejection then has probability 0.
 
         Args:
             tokens: int64 ``[C]``, all different.
-            q: float32 ``[C]``, their probabilities; all other tokens have none.
+            q: float32 ``[C]``, their probabilities; other tokens have none.
         """
         at, present = self._places(tokens)
         residual = self.probs.copy()
@@ -98,7 +98,7 @@ class Distribution:
         return at if self.ids is None else int(self.ids[at])
 
     def entropy(self) -> float:
-        """In nats."""
+        """The entropy in nats."""
         return _entropy(self.probs)
 
 
@@ -114,15 +114,15 @@ def _first_above(weights: Doubles, uniform: float) -> int:
 
 
 def _first_beyond(cumulative: Doubles, value: float) -> int:
-    """The first of ascending numbers above ``value``, or the first of the largest if rounding leaves none above."""
+    """The index of the first of ascending numbers above ``value``, or of the first largest if rounding leaves none."""
     return min(int(np.searchsorted(cumulative, value, "right")), int(np.searchsorted(cumulative, cumulative[-1])))
 
 
 def target_distribution(logits: Floats, params: SamplingParams) -> Distribution:
-    """The target's p from float32 logits ``[V]``; tokens tied at a threshold are kept together.
+    """The target's p from logits, float32 ``[V]``; tokens tied at a threshold are kept together.
 
-    NaN logits give NaN probabilities, from which some token is drawn: other requests share the step, and must not fail
-    with it.
+    NaN logits give NaN probabilities, from which some token is drawn, as other requests share the step and must not
+    fail.
     """
     if params.greedy:
         return Distribution(np.array([logits.argmax()]), np.ones(1))
@@ -197,14 +197,14 @@ def _entropy(probs: Doubles) -> float:
 
 
 def _weights(logits: Floats, best: float, params: SamplingParams, kind: Any = np.float64) -> npt.NDArray[Any]:
-    """Probabilities relative to that of the best token."""
+    """Probabilities relative to the best token's."""
     scaled = np.subtract(logits, best, dtype=kind)
     scaled /= params.temperature
     return np.exp(scaled, out=scaled)
 
 
 def _top_k(logits: Floats, k: int) -> Ints:
-    """Indices of the k largest, ascending, with ties of the last."""
+    """Indices of the k largest logits, ascending, including ties with the last."""
     at = None
     if len(logits) > _FEW and k <= len(logits) // _GROUP:
         # At least k logits reach the k-th largest of the groups' maxima, and hardly more.
@@ -216,7 +216,7 @@ def _top_k(logits: Floats, k: int) -> Ints:
 
 
 def _nucleus(logits: Floats, best: float, params: SamplingParams) -> tuple[Ints, float]:
-    """Indices of candidate tokens, ascending, that include the smallest set holding ``top_p``; and its least logit."""
+    """The smallest set that holds ``top_p``: indices of candidates, ascending, that include it, and its least logit."""
     # Doubles take twice as long, and only the boundary of the nucleus needs them.
     weights = _weights(logits, best, params, np.float64 if len(logits) <= _FEW else np.float32)
     total = float(weights.sum(dtype=np.float64))
@@ -255,12 +255,12 @@ def accept_sampled(
 ) -> tuple[list[int], int]:
     """Multi-round rejection sampling over a tree (SpecInfer, arXiv 2305.09781); for a chain, speculative sampling.
 
-    At each node the children are tried in order. A child x ~ q is accepted with probability min(1, p(x)/q(x)); if not,
-    p becomes norm(max(0, p - q)) and the next is tried. If none is accepted, the next token is drawn from that p.
+    At each node the children are tried in order. A child x ~ q is accepted with probability min(1, p(x)/q(x)); if it is
+    rejected, p becomes norm(max(0, p - q)) and the next child is tried. If none is accepted, the next token is drawn
+    from that p. The result is distributed as if every token had been drawn from p.
 
-    The result is distributed as if every token had been drawn from p. ``q`` is None if the draft tokens were chosen
-    without drawing (q = 1); ``uniform`` is noise in [0,1), float64 ``[N]``: one number a draft token, the last for the
-    final draw.
+    ``q`` is None if the draft tokens were chosen without drawing (q = 1). ``uniform`` is noise in [0,1), float64
+    ``[N]``: a number for each draft token, and the last for the final draw.
     """
     path: list[int] = []
     node = 0
@@ -283,15 +283,15 @@ def accept_sampled(
 def accept_typical(
     logits: Floats, tree: TokenTree, draft_tokens: Ints, params: SamplingParams, uniform: float
 ) -> tuple[list[int], int]:
-    """Typical acceptance (Medusa, arXiv 2401.10774, section 3.3): a token likely enough under p stays. Not lossless.
+    """Typical acceptance (Medusa, arXiv 2401.10774, section 3.3): keeps tokens that are likely enough. Not lossless.
 
-    A draft token x stays if p(x) > min(epsilon, alpha * exp(-H(p))) with p the target's distribution before it, H its
-    entropy in nats, and everything before x on its path stayed. Of the deepest paths the most probable one is
-    chosen; the token after it is drawn from p, with ``uniform`` in [0,1). Epsilon and alpha are the request's
-    ``posterior_threshold`` and ``posterior_alpha``, both set.
+    A draft token x stays if the tokens before it on its path stayed and p(x) > min(epsilon, alpha * exp(-H(p))), where
+    H is the entropy of p in nats. Of the deepest paths the most probable one is chosen; the token after it is drawn
+    from p, with ``uniform`` in [0,1). Epsilon and alpha are the request's ``posterior_threshold`` and
+    ``posterior_alpha``, which must be set.
     """
     epsilon, alpha = params.posterior_threshold, params.posterior_alpha
-    assert epsilon is not None and alpha is not None  # the engine fills in the bundle's
+    assert epsilon is not None and alpha is not None  # the engine has filled in the bundle's
     distributions: dict[int, Distribution] = {}
 
     def p_at(node: int) -> Distribution:
@@ -318,11 +318,11 @@ def accept_typical(
 def accept_relaxed(
     logits: Floats, tree: TokenTree, draft_tokens: Ints, params: SamplingParams, uniform: float
 ) -> tuple[list[int], int]:
-    """Likelihood acceptance of a hypothesis (arXiv 2603.11243): a token the model finds likely stays. Not lossless.
+    """Likelihood acceptance of a hypothesis (arXiv 2603.11243): keeps tokens that the model finds likely. Not lossless.
 
-    A token x stays if p(x) > ``likelihood_threshold``, with p the model's distribution at temperature 1, unfiltered,
-    and everything before x stayed. The tree is a chain. The token after the last that stayed is sampled by the
-    request's parameters, with ``uniform`` in [0,1).
+    The tree is a chain. A token x stays if all tokens before it stayed and p(x) > ``likelihood_threshold``, where p is
+    the model's distribution at temperature 1, unfiltered. The token after them is sampled by the request's parameters,
+    with ``uniform`` in [0,1).
     """
     path: list[int] = []
     for node in range(1, len(tree)):

@@ -1,4 +1,4 @@
-"""Continuous batching: requests join and leave between steps, which the threads that wait for chunks take."""
+"""Continuous batching: requests join and leave between steps, which are taken by the threads that wait for output."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Callable, Collection, Sequence
 
 from specexport.contract.errors import BackendError, ClosedError
 from specexport.contract.shapes import window
-from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.request import NO_METHOD, Chunk, Request
+from specexport.runtime.speculation.policy import SpeculationPolicy
 from specexport.runtime.step_program import Outcome, StepProgram
 
 _MAX_FAILURES = 3
-"""Failed turns in a row after which the engine, not a request, is to blame."""
+"""Failed turns in a row after which the engine counts as broken, rather than a request."""
 
 
 class Scheduler:
     """Runs requests in the slots of a step program.
 
-    It has no thread of its own. A thread that waits for a chunk takes steps for all requests while no other thread
-    does, and hands over to another waiting thread when its own chunk is there. So a single request runs in the thread
-    that reads it, and no request is stuck behind one that nobody reads.
+    It has no thread. A thread that waits for a chunk takes turns for all requests while no other thread does, and hands
+    over to another waiting thread when its chunk is there. So a single request runs in the thread that reads it, and no
+    request is stuck behind a request that nobody reads.
 
     A turn reads at most one chunk of one prompt and takes one step, so that decoding never stalls for longer than that.
     """
@@ -34,18 +34,18 @@ class Scheduler:
         self._slots = Slots(program, reuse)
         # Reentrant, as the garbage collector may drop a stream while its thread holds it.
         self._lock = threading.RLock()
-        # For each waiting thread: whether its wait is over, and the condition that wakes it.
+        # For each waiting thread, a function that says whether its wait is over, and the condition that wakes it.
         self._waiters: list[tuple[Callable[[], bool], threading.Condition]] = []
         self._driving = False
         self._closed = False
         self._queue: deque[Request] = deque()
         self._running: list[Request] = []  # changed by the thread that drives, under the lock
-        # Seconds spent in turns, and when the present one began: one tuple, as it is read without the lock.
+        # Seconds spent in turns, and the start of the present turn: one tuple, as it is read without the lock.
         self._time: tuple[float, float | None] = (0.0, None)
-        self._failed = 0  # turns in a row, up to now
+        self._failed = 0  # number of failed turns since the last that succeeded
 
     def stall_reason(self, timeout: float) -> str | None:
-        """Why requests make no progress; None while they do.
+        """The reason why requests make no progress; None if they do.
 
         Args:
             timeout: seconds after which a turn counts as stuck.
@@ -76,10 +76,10 @@ class Scheduler:
                 self._queue.append(request)
 
     def next_chunk(self, request: Request) -> Chunk | None:
-        """Waits for a request's next chunk; None after its last, or when it was abandoned.
+        """Waits for a request's next chunk; None after its last chunk, or if it was abandoned.
 
         Raises:
-            Exception: whatever ended the request before its last chunk.
+            Exception: the error that ended the request before its last chunk.
         """
         if not request.ready:
             self._drive_until(lambda: request.ready)
@@ -94,13 +94,13 @@ class Scheduler:
             return None
 
     def abandon(self, request: Request) -> None:
-        """Ends a request that nobody reads any more, before the next step."""
+        """Ends a request that nobody reads any more before the next step."""
         with self._lock:
             request.abandoned = True
             self._wake_finished()
 
     def close(self) -> None:
-        """Refuses new requests, ends those of this thread and those in the queue, and runs the others to their end."""
+        """Refuses new requests, ends this thread's and the queued requests, and runs the others to their end."""
         with self._lock:
             self._closed = True
             while self._queue:
@@ -111,10 +111,10 @@ class Scheduler:
         self._drive_until(lambda: not self._running and not self._driving)
         with self._lock:
             if hasattr(self, "_program"):
-                del self._program, self._slots  # and with them the models, which streams would keep alive
+                del self._program, self._slots  # they hold the models, which streams would keep alive
 
     def _drive_until(self, is_done: Callable[[], bool]) -> None:
-        """Waits until ``is_done`` holds, taking turns itself while no other thread does."""
+        """Waits until ``is_done()``, and takes turns while no other thread does."""
         with self._lock:
             try:
                 while not is_done():
@@ -126,7 +126,7 @@ class Scheduler:
                 self._hand_over()
 
     def _drive(self) -> None:
-        """One turn, without the lock."""
+        """Takes a turn, without the lock."""
         self._driving = True
         self._lock.release()
         try:
@@ -193,7 +193,7 @@ class Scheduler:
             self._time = (self._clock(), None)
 
     def _leave(self) -> None:
-        """Frees the slots of ended requests, and closes the gaps between the others."""
+        """Frees the slots of ended requests, and closes the gaps between running ones."""
         ended = [request for request in self._running if request.over]
         with self._lock:
             self._running = [request for request in self._running if request not in ended]
@@ -211,7 +211,7 @@ class Scheduler:
             self._shrink_cache()
 
     def _join(self) -> None:
-        """Gives free slots to waiting requests, in order of arrival."""
+        """Gives free slots to queued requests, in order of arrival."""
         with self._lock:
             over = [request for request in self._queue if request.over]
             for request in over:
@@ -231,7 +231,7 @@ class Scheduler:
         self._program.shrink_cache(max(len(request.view.tokens) + request.remaining for request in self._running))
 
     def _read(self, request: Request, stalled: list[Request]) -> None:
-        """Reads a chunk of a request's prompt."""
+        """Reads a chunk of a request's prompt, while the ``stalled`` requests wait."""
         start = time.perf_counter()
         if request.stats.prefill == 0.0 and not request.scored:
             request.stats.cached_tokens = self._slots.begin(request.view.slot)
@@ -254,9 +254,9 @@ class Scheduler:
         chosen = time.perf_counter()
         step = self._program.step([request.view for request in requests])
         self._policy.learn(requests, step, time.perf_counter() - chosen)
-        chunks = [(request, _take(request, outcome)) for request, outcome in zip(requests, step.outcomes, strict=True)]
+        chunks = list(map(_append, requests, step.outcomes))
         now, total = self._clock(), time.perf_counter() - start
-        for request, chunk in chunks:
+        for request, chunk in zip(requests, chunks, strict=True):
             stats = request.stats
             stats.propose += step.propose
             stats.verify += step.verify
@@ -266,11 +266,11 @@ class Scheduler:
             stats.first_token = stats.first_token or now - request.began
             stats.total = now - request.began
             if chunk is not None:
-                request.give(chunk)
+                request.add_chunk(chunk)
 
 
-def _take(request: Request, outcome: Outcome) -> Chunk | None:
-    """Adds a step's outcome to a request; on failure returns None and ends this request only."""
+def _append(request: Request, outcome: Outcome) -> Chunk | None:
+    """Adds a step's outcome to a request; a failure ends this request alone, and returns None."""
     try:
         for processor in request.view.processors:
             processor.check()
@@ -280,18 +280,18 @@ def _take(request: Request, outcome: Outcome) -> Chunk | None:
                 "go on with; 'specexport verify BUNDLE' says whether its graphs are right"
             )
         method = request.view.lookup or request.view.method or NO_METHOD
-        request.stats.count_step(method, outcome.drafted, outcome.depth, outcome.accepted)
-        return request.take(outcome)
+        request.stats.count_step(method, outcome)
+        return request.append(outcome)
     except Exception as error:
         request.error = error
         return None
 
 
 class Slots:
-    """Keeps running requests in neighbouring slots, and reuses prefixes that a cache holds already.
+    """Assigns slots: keeps running requests in neighbouring slots, and reuses prefixes that a cache holds already.
 
     A run takes a window of neighbouring slots, so gaps between running slots cost as much as requests. A freed slot
-    keeps its text: a prompt that shares a prefix with it, or with a running text, does not read that part again.
+    keeps its text: a prompt that begins like it, or like a running text, does not read that part again.
     """
 
     def __init__(self, program: StepProgram, reuse: bool) -> None:
@@ -308,9 +308,11 @@ class Slots:
         return self._sizes[-1] - len(self._used)
 
     def take(self, tokens: list[int], *, whole: bool = False) -> int:
-        """Assigns a slot to a text: one that keeps the window small, then one with the longest shared prefix.
+        """Assigns a slot to a text: one that keeps the window small and, among these, shares the longest prefix.
 
-        The list is stored, as the text grows in it. With ``whole`` all of it is read, even if a cache holds a prefix.
+        Args:
+            tokens: the text; the list is stored, as it will grow.
+            whole: whether all of it must be read, even if a cache holds a prefix.
         """
 
         def cost(slot: int) -> tuple[int, int, int]:
@@ -323,9 +325,9 @@ class Slots:
         return slot
 
     def begin(self, slot: int) -> int:
-        """Copies a text's prefix from another slot if that holds more of it; returns the tokens that need not be read.
+        """Copies a text's prefix from the slot that holds most of it; returns the number of tokens not to be read.
 
-        To be called just before it would be read, so that concurrent requests read a shared prefix once.
+        Called just before the text would be read, so that concurrent requests read a shared prefix once.
         """
         tokens, filled = self._texts[slot], self._program.filled(slot)
         shared = [(self._shared(source, tokens), source) for source in range(self._sizes[-1]) if source != slot]
@@ -335,7 +337,7 @@ class Slots:
         return max(prefix, filled)
 
     def _shared(self, slot: int, tokens: Sequence[int]) -> int:
-        """Rows of a slot that a prompt can reuse; its last token is left out, as it is the first root."""
+        """Number of a slot's rows that a prompt can reuse, at most all but its last token, the first step's root."""
         if not self._reuse:
             return 0
         rows = min(common_prefix(self._texts[slot], tokens), self._program.filled(slot), len(tokens) - 1)
@@ -349,7 +351,7 @@ class Slots:
         self._freed_at[slot] = self._clock
 
     def next_move(self) -> tuple[int, int] | None:
-        """A move of a request that makes the window smaller; None if there is none."""
+        """A move of a request, as two slots, that makes the window smaller; None if there is none."""
         if not self._used or len(window(self._used, self._sizes)) == len(self._least(self._used)):
             return None
         goal = self._least(self._used)
@@ -357,7 +359,7 @@ class Slots:
         return source, min((slot for slot in goal if slot not in self._used), key=lambda slot: self._freed_at[slot])
 
     def _least(self, used: Collection[int]) -> range:
-        """The smallest window for this number of slots that needs the fewest moves."""
+        """The smallest window for as many slots; of these, the one that needs the fewest moves."""
         size = next(size for size in self._sizes if size >= len(used))
         starts = range(self._sizes[-1] - size + 1)
         return max((range(start, start + size) for start in starts), key=lambda at: len(set(at) & set(used)))

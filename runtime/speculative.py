@@ -1,4 +1,4 @@
-"""How a request speculates, and which methods a bundle offers."""
+"""The speculation of a request: its options, the choice of its method and tree, and a bundle's methods."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _speculation = partial(option, group="speculation")
 
 
 class Speculative(Options, frozen=True, kw_only=True):
-    """How a request speculates; fields left out are the engine's default.
+    """Options of a request's speculation; by default the engine's.
 
     Attributes:
         method: how to speculate: a method the bundle was built for, or one that needs no graph, such as ngram or
@@ -83,7 +83,7 @@ class Speculative(Options, frozen=True, kw_only=True):
 
 
 SpeculativeLike = Speculative | Mapping[str, Any] | str
-"""How to speculate, as users may say it; see :meth:`Speculative.of`."""
+"""The forms in which users may say how to speculate; see :meth:`Speculative.of`."""
 _KEYS = tuple(key for key in Speculative.__struct_fields__ if key != "options")
 _AUTO = "auto"
 DEFAULT = Speculative()
@@ -121,19 +121,19 @@ def choose(
     embedded: bool,
     free: bool,
 ) -> tuple[str | None, TokenTree]:
-    """The method and tree of a request; no method and the root alone for plain decoding, or if no method suits it.
+    """Chooses the method and tree of a request; None and a plain step's tree if it decodes plainly or none suits it.
 
     Args:
         request: how it speculates.
-        methods: the engine's, by name.
-        defaults: names of methods for requests without one, in order of preference.
+        methods: the engine's methods, by name.
+        defaults: names of the methods for requests that name none, in order of preference.
         params: its sampling parameters.
         embedded: whether its prompt has embeddings.
         free: whether steps may verify smaller trees; then the method's largest tree is the default.
 
     Raises:
         RequestError: the bundle lacks the method or the tree, the method's model cannot read embeddings, or a
-            hypothesis lacks a method or a method its hypothesis.
+            hypothesis lacks its method or a method its hypothesis.
     """
     _check_hypothesis(request, methods, params)
     name = None if request.plain else _method_of(request, methods, defaults, embedded)
@@ -177,7 +177,7 @@ def _method_of(
 
 
 def _tree_of(request: Speculative, trees: Sequence[TokenTree], free: bool) -> TokenTree:
-    """The tree of a request's number of draft tokens, or the default."""
+    """The tree with a request's number of draft tokens, or the default."""
     if request.num_speculative_tokens is None:
         return max(trees, key=len) if free else trees[0]
     tree = next((tree for tree in trees if len(tree) == request.num_speculative_tokens + 1), None)
@@ -214,9 +214,9 @@ def _check_hypothesis(request: Speculative, methods: Mapping[str, Method], param
 
 
 def bypasses_model(params: SamplingParams, entropy: float | None) -> bool:
-    """Whether a hypothesis is certain enough to be the output without the model (arXiv 2603.11243, stage 1).
+    """Whether a hypothesis is certain enough to become the output without the model (arXiv 2603.11243, stage 1).
 
-    Never if the request needs the model: for log-probabilities, or because it changes the logits.
+    Not if the request needs the model, for log-probabilities or because it changes the logits.
     """
     gate = params.entropy_threshold if params.acceptance == "relaxed" else None
     scored = params.logprobs is not None or params.prompt_logprobs is not None
@@ -225,9 +225,9 @@ def bypasses_model(params: SamplingParams, entropy: float | None) -> bool:
 
 
 def available_methods(manifest: Manifest, requested: Sequence[MethodOptions] = ()) -> tuple[Method, ...]:
-    """The methods that work with a bundle: those it was built for, and those that need no graph.
+    """The methods that work with a bundle: the ones it was built for, and all that need no graph.
 
-    ``requested`` are options of methods that need no graph, instead of the bundle's or the defaults.
+    ``requested`` are options of methods that need no graph, in place of the bundle's or the defaults.
 
     Raises:
         BuildError: a requested method needs a graph, or proposes chains that the bundle does not verify.

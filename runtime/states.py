@@ -1,12 +1,12 @@
-"""States of layers without attention, which let a step return to any token it accepted.
+"""States of layers without attention, kept so that a step can continue from any token that was accepted.
 
-A convolution reads the inputs of the last few tokens; these inputs are kept as rows, of committed tokens alone.
+A convolution reads the inputs of the last few tokens; the inputs of committed tokens are kept as rows.
 
-A recurrent state cannot be reversed. So it only advances over tokens that are text; the *updates* of later tokens are
-rows too, which are kept until the state has seen them. A draft's own tokens are kept like text as far as they may be
-taken back, and its state waits that long. A step reads the state, then the kept updates and those of its own tokens, in
-*cells* of ``CELL`` tokens that begin at multiples of ``CELL``. A state has seen whole cells, and sums within a cell
-have a fixed order, so a token's row does not depend on how the text was cut into steps.
+A recurrent state cannot be reversed, so it advances only over tokens that are certainly text. The *updates* of later
+tokens are kept as rows too, until the state has seen them. A draft keeps its draft tokens like text, and its state
+waits until they can no longer be taken back. A step reads the state, then the kept updates and its tokens' updates, in
+*cells* of ``CELL`` tokens that begin at multiples of ``CELL``. A state has seen whole cells only, and sums within a
+cell have a fixed order, so a token's row does not depend on how the text was cut into steps.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def cell_rows(past: Sequence[int], seen: Sequence[int], tokens: int, rows: int) 
 
     Args:
         past: number of tokens in each slot's cache.
-        seen: number of these that its states have seen, a multiple of ``CELL``.
+        seen: number of these tokens that the slot's states have seen, a multiple of ``CELL``.
         tokens: T of the step.
-        rows: R, the number of kept updates: the one of position p is at p modulo R.
+        rows: R, the number of kept updates; the update of position p is at p modulo R.
 
     Returns:
-        int64 ``[C,B,G]``: an update's place among the R kept ones followed by the T new ones, -1 after the last token.
-        C is as large as the slot with the most updates needs.
+        int64 ``[C,B,G]``: each update's place among the R kept and then the T new updates; -1 after the last token. C
+        is as large as the slot with the most updates needs.
     """
     cells = max(-(-(end + tokens - start) // CELL) for end, start in zip(past, seen, strict=True))
     positions = np.array(seen)[None, :, None] + np.arange(cells * CELL).reshape(cells, 1, CELL)
@@ -51,7 +51,7 @@ class KeptStates:
     def __init__(self, layers: Sequence[StateLayer], slots: int) -> None:
         self.back = max((layer.back for layer in layers), default=0)
         self._seen = [0] * slots
-        self._written = [0] * slots  # end of the rows that were kept, even if they were taken back
+        self._written = [0] * slots  # end of the rows that were kept, including those taken back since
         self._kept = 0  # R
         self._names: dict[tuple[int, int], list[str]] = {}
         self._states: dict[str, Array] = {}
@@ -72,9 +72,9 @@ class KeptStates:
         return sum(array.nbytes for array in self.arrays.values())
 
     def outputs(self, batch: int, tokens: int) -> tuple[list[Array], dict[str, Array]]:
-        """Memory for the outputs of a step of ``batch`` slots: rows for :meth:`commit`, and all outputs by name.
+        """Memory for the outputs of a step: the blocks of rows for :meth:`commit`, and all outputs by name.
 
-        The states are the same memory for every number of tokens.
+        States have the same memory for every number of tokens.
         """
         blocks = [np.zeros((len(n), batch, tokens, width), np.float32) for (_, width), n in self._names.items()]
         if batch not in self._new_states:
@@ -88,12 +88,12 @@ class KeptStates:
         named = zip(self._names.values(), blocks, strict=True)
         return {f"{kind}_{name}": part for names, block in named for name, part in zip(names, block, strict=True)}
 
-    def reach(self, slot: int, tokens: int) -> bool:
+    def can_continue(self, slot: int, tokens: int) -> bool:
         """Whether a text may continue after ``tokens`` of a slot's tokens."""
         return self._seen[slot] <= tokens and self._written[slot] - tokens <= self.back
 
     def cells(self, slots: range, past: Sequence[int], tokens: int) -> dict[str, Array]:
-        """A step's inputs in addition to :attr:`arrays`; a slot's text may begin anew with it."""
+        """A step's inputs in addition to :attr:`arrays`; clears slots whose text begins anew with the step."""
         if not self._kept:
             return {}
         for slot, end in zip(slots, past, strict=True):
@@ -102,7 +102,7 @@ class KeptStates:
         return {tensors.CELL_ROWS: cell_rows(past, [self._seen[slot] for slot in slots], tokens, self._kept)}
 
     def advance(self, slots: range, past: Sequence[int], known: Sequence[int]) -> None:
-        """To be called after a step of these slots; ``known`` counts each slot's tokens that are text."""
+        """Advances the states after a step of these slots; ``known`` counts each slot's tokens that are text."""
         new_states = self._new_states.get(len(slots), {})
         for at, (slot, end, text_tokens) in enumerate(zip(slots, past, known, strict=True)):
             seen = (end + text_tokens) // CELL * CELL
@@ -134,7 +134,7 @@ class KeptStates:
         self._seen[to], self._written[to] = self._seen[source], self._written[source]
 
     def clear(self, slot: int) -> None:
-        """Resets a slot's states to those of an empty text."""
+        """Resets a slot to the states of an empty text."""
         for state in self._states.values():
             state[slot] = 0
         self._seen[slot] = self._written[slot] = 0

@@ -23,21 +23,15 @@ from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, S
 
 
 class HostProgram:
-    """Steps driven from the host: one graph call to propose, one to verify, and NumPy for the rest.
+    """Steps driven by the host: one graph call to propose, one to verify, and NumPy for the rest.
 
     See :class:`~specexport.runtime.step_program.StepProgram`.
-
-    Tuning replaces some of the loaded methods' proposers.
     """
 
     fuses = False
 
     def __init__(
-        self,
-        manifest: Manifest,
-        target: Graph,
-        loaded_methods: Mapping[str, LoadedMethod],
-        execution: str = "host",
+        self, manifest: Manifest, target: Graph, loaded_methods: Mapping[str, LoadedMethod], execution: str = "host"
     ) -> None:
         self.sizes = target.sizes
         self._execution = execution
@@ -62,7 +56,7 @@ class HostProgram:
         return StepResult(outcomes, proposed - start, verified - proposed, decided - verified, self._execution)
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """Proposals by slot; each method proposes for all its slots at once."""
+        """Proposals by slot; each method proposes for all its slots in one call."""
         by_method: dict[str, list[SlotView]] = {}
         for view in views:
             if view.method is not None and len(view.tree) > 1:
@@ -75,17 +69,17 @@ class HostProgram:
         return proposals
 
     def catch_up(self, method: str, view: SlotView) -> None:
-        """Has a proposer read all text that it missed, but for the tokens that it can read along."""
+        """Has a proposer read the text that it missed, except the last tokens, which it can read as it proposes."""
         proposer, unread = self.proposer(method), True
         while unread:
             unread = proposer.prefill(view, proposer.reads_along)
 
     def _verify(self, views: Sequence[SlotView], proposals: Mapping[int, Proposal]) -> dict[int, dict[str, Array]]:
-        """The target's outputs at the root and every draft token, by slot; rows go into its cache.
+        """The target's outputs at the root and every draft token, by slot; it writes their rows into its cache.
 
-        All slots take as many tokens as the widest tree; the nodes of a smaller one do not see the padding.
+        All slots run as many tokens as the widest tree; the nodes of a smaller tree do not see the padding.
         """
-        to_verify = {slot: proposal.window or proposal for slot, proposal in proposals.items()}
+        to_verify = {slot: proposal.wider or proposal for slot, proposal in proposals.items()}
         slots = window([view.slot for view in views], self.sizes)
         widest = max((len(step.tree) for step in to_verify.values()), default=1)
         width = self._target.step_width(len(slots), widest)
@@ -94,26 +88,27 @@ class HostProgram:
         for view in views:
             step = to_verify.get(view.slot)
             tree, drafted = (PLAIN_TREE, None) if step is None else (step.tree, step.tokens)
-            self.write(inputs, view.slot - slots.start, view, tree, drafted)
+            self.write_tree(inputs, view.slot - slots.start, view, tree, drafted)
         outputs = self._target.run(shape)
         return {view.slot: {name: array[view.slot - slots.start] for name, array in outputs.items()} for view in views}
 
-    def write(
+    def write_tree(
         self, inputs: Mapping[str, Array], at: int, view: SlotView, tree: TokenTree, drafted: Ints | None
     ) -> None:
-        """Writes the target's inputs for the slot at index ``at`` of the window: a tree's root, and the tokens
-        ``drafted``, int64 ``[K]``, of its other nodes if the host knows them.
+        """Writes the target's inputs for a tree of the slot at index ``at`` of the window.
+
+        ``drafted``, int64 ``[K]``, are the tokens of nodes 1..K; None if the host does not know them.
         """
-        self._write(inputs, at, view, tree, len(view.tokens) - 1, 1)
+        self._write_nodes(inputs, at, view, tree, len(view.tokens) - 1, 1)
         if drafted is not None:
             inputs[tensors.INPUT_IDS][at, 1 : len(tree)] = drafted
 
-    def _write(
+    def _write_nodes(
         self, inputs: Mapping[str, Array], at: int, view: SlotView, tree: TokenTree, past: int, count: int
     ) -> None:
-        """Writes ``count`` tokens of a text from position ``past`` on, for nodes of a tree that begins there."""
+        """Writes ``count`` tokens of a text from position ``past`` on, as the first nodes of a tree there."""
         _write_text(inputs, at, view, past, count)
-        # A step may reach past the end of the context; the tokens there are cut off.
+        # A step may extend beyond the end of the context; its tokens there are cut off.
         inputs[tensors.POSITION_IDS][at, : len(tree)] = np.minimum(past + tree.depths, self._last_position)
         inputs[tensors.TREE_MASK][at] = padded_mask(tree, inputs[tensors.INPUT_IDS].shape[1])
         inputs[tensors.PAST_LENGTH][at] = past
@@ -123,27 +118,25 @@ class HostProgram:
     def _commit(
         self, view: SlotView, proposal: Proposal | None, outputs: Mapping[str, Array], path: list[int], bonus: int
     ) -> Outcome:
-        """Commits the rows of an accepted path, and informs the proposer."""
+        """Commits the rows of an accepted path, and informs the proposer and the logits processors."""
         new = [*(int(proposal.tokens[node - 1]) for node in path), bonus] if proposal else [bonus]
         rows = [0, *path]
         self.inform(view, outputs, rows[-1], len(view.tokens) - 1, rows)
-        # A row that is not finite accepts nothing, so it is the last.
+        # Nothing is accepted after a row that is not finite, so only the last row can be.
         finite = bool(np.isfinite(outputs[tensors.LOGITS][rows[-1]].max()))
         self._target.commit(view.slot, len(view.tokens) - 1, rows)
         for processor in view.processors:
             processor.advance(new)
         top = view.params.logprobs
         logprobs = token_logprobs(outputs[tensors.LOGITS], rows, new, top) if top is not None else ()
-        if proposal is None:
-            return Outcome(new, logprobs=logprobs, finite=finite)
-        verified = Verified(proposal.tree, proposal.tokens.tolist(), path)
-        return Outcome(new, len(proposal.tokens), proposal.tree.depth, len(path), logprobs, finite, verified)
+        verified = Verified(proposal.tree, proposal.tokens.tolist(), path) if proposal else None
+        return Outcome(new, logprobs, finite, verified)
 
     def proposer(self, method: str) -> Proposer:
         return self._loaded_methods[method].proposer
 
     def inform(self, view: SlotView, outputs: Mapping[str, Array], row: int, past: int, rows: Sequence[int]) -> None:
-        """Shows the target's outputs to a slot's proposer: see its ``observe`` and ``observe_text``."""
+        """Shows the target's outputs to a slot's proposer; see its ``observe`` and ``observe_text``."""
         if view.method is not None:
             self.proposer(view.method).observe(view.slot, outputs, row)
             self.proposer(view.method).observe_text(view, outputs, past, rows)
@@ -164,32 +157,32 @@ class HostProgram:
         return self._target.reusable(slot, tokens)
 
     def prefill(self, view: SlotView, alone: bool = False) -> bool:
-        """Reads a chunk of all but the last token, the first step's root; returns whether tokens are unread."""
+        """See :class:`StepProgram`; the last token is not read, as it is the first step's root."""
         unread = self._read(view, alone)
-        # The proposer reads its chunk in the same turn: in turns of its own it would stall the batch twice.
+        # The proposer reads its chunk in the same turn: in separate turns it would stall the batch twice.
         if view.method is not None and len(view.tree) > 1 and view.lookup is None:
             unread |= self.proposer(view.method).prefill(view)
         return unread
 
     def _read(self, view: SlotView, alone: bool) -> bool:
-        """Has the target read a chunk of a prompt; returns whether tokens are unread."""
+        """Has the target read a chunk of a prompt; returns whether tokens remain unread."""
         past, end, top = self._first_unread(view), len(view.tokens) - 1, view.params.prompt_logprobs
         if past >= end:
             return False
         if top is None:
             slots = range(view.slot, view.slot + 1)
             width, rows = self._target.chunk(self._chunk, end - past, alone), 1
-        else:  # a prefill chunk has logits after its last token alone
+        else:  # a prefill chunk has logits only after its last token
             slots = window([view.slot], self.sizes)
             width = rows = self._target.widths(len(slots))[-1]
-        # Rows beyond the context belong to no text.
+        # Rows beyond the context do not belong to a text.
         running = max(min(self._target.filled(slot), self._longest - 1) for slot in slots)
-        # Growing copies the cache: once for the prompt and the first tokens after it is enough.
+        # Growing copies the cache, so it grows once for the whole prompt and the first tokens after it.
         room = min(end + self._chunk, self._target.cache_sizes[-1])
         shape = RunShape(width, rows, slots=slots)
         inputs = self._target.prepare(shape, max(max(past, running) + width, room))
         at, read = view.slot - slots.start, range(min(width, end - past))
-        self._write(inputs, at, view, TokenTree.chain(width), past, len(read))
+        self._write_nodes(inputs, at, view, TokenTree.chain(width), past, len(read))
         if top is None:
             inputs[tensors.LOGITS_ROWS][at] = read[-1]
         outputs = {name: array[at] for name, array in self._target.run(shape).items()}
@@ -201,7 +194,7 @@ class HostProgram:
         return past + len(read) < end
 
     def _first_unread(self, view: SlotView) -> int:
-        """The position from which the target reads a prompt: after its cached rows that the proposer can do without."""
+        """The position from which the target reads a prompt: within its cached rows if the proposer missed some."""
         filled = self._target.filled(view.slot)
         if view.method is None:
             return filled
@@ -211,7 +204,7 @@ class HostProgram:
 
     def move(self, source: int, to: int, method: str | None) -> None:
         self._target.copy(source, to, self._target.filled(source))
-        for proposer in self._used(method):
+        for proposer in self._proposers_of(method):
             proposer.move(source, to)
 
     def share(self, source: int, to: int, tokens: int) -> None:
@@ -226,17 +219,20 @@ class HostProgram:
             loaded.proposer.shrink_cache(rows)
 
     def release(self, slot: int, method: str | None) -> None:
-        for proposer in self._used(method):
+        for proposer in self._proposers_of(method):
             proposer.release(slot)
 
-    def _used(self, method: str | None) -> list[Proposer]:
-        """The proposers that may hold state for a slot: its method's, and those that read any text."""
+    def _proposers_of(self, method: str | None) -> list[Proposer]:
+        """The proposers that may hold state for a slot: its method's, and all look-ups'."""
         loaded = self._loaded_methods.items()
         return [s.proposer for name, s in loaded if name == method or not s.method.needs_graph]
 
 
 def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: SlotView) -> tuple[list[int], int]:
-    """The nodes of the proposal's tree that are accepted, and the token after them; ``logits`` may have more rows."""
+    """The accepted nodes of the proposal's tree, and the token after them.
+
+    ``logits``, float32 ``[T,V]``, may have further rows after the tree's.
+    """
     tree, drafted, q = PLAIN_TREE, np.empty(0, np.int64), None
     if proposal is not None:
         tree, drafted, q = proposal.tree, proposal.tokens, proposal.q
@@ -253,7 +249,7 @@ def _accept(logits: npt.NDArray[np.float32], proposal: Proposal | None, view: Sl
 
 
 def _write_text(inputs: Mapping[str, Array], at: int, view: SlotView, start: int, count: int) -> None:
-    """Writes a text from a position on into a run's inputs: token ids, and embeddings where the prompt has them."""
+    """Writes ``count`` tokens of a text from position ``start`` on into a run's inputs, and the prompt's embeddings."""
     tokens = view.tokens[start : start + count]
     mask = inputs.get(tensors.EMBEDS_MASK)
     if mask is not None:
@@ -266,7 +262,7 @@ def _write_text(inputs: Mapping[str, Array], at: int, view: SlotView, start: int
 
 @lru_cache(maxsize=256)
 def padded_mask(tree: TokenTree, width: int) -> npt.NDArray[np.bool_]:
-    """A tree's mask, bool ``[width,width]``: padding tokens see themselves alone, so that all rows are finite."""
+    """A tree's mask, bool ``[width,width]``; padding tokens see only themselves, so that all rows are finite."""
     mask = np.eye(width, dtype=np.bool_)
     mask[: len(tree), : len(tree)] = tree.mask
     return mask

@@ -1,4 +1,4 @@
-"""The interface of step programs, and the outcome of a step."""
+"""The interface of step programs, and the outcomes of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN_TREE = TokenTree.chain(1)
 
 @dataclass(frozen=True)
 class LoadedMethod:
-    """A loaded method with its proposer."""
+    """A method and its opened proposer."""
 
     method: Method
     proposer: Proposer
@@ -29,7 +29,7 @@ class Verified:
 
     Attributes:
         tree: the tree; node 0 is the last token of the text before the step.
-        drafted: the tokens of its nodes 1..K; empty if a device kept them.
+        drafted: the tokens of its nodes 1..K; empty if they stayed on a device.
         path: the accepted nodes, in order.
     """
 
@@ -43,19 +43,31 @@ class Outcome:
     """The outcome of a step for one slot.
 
     Attributes:
-        tokens: the accepted tokens and the bonus token.
-        depth: length of their longest path.
-        finite: whether the logits of the last token are finite; a device does not check them.
+        tokens: the accepted draft tokens, then the bonus token.
+        logprobs: one entry for each token, if the request asks for them.
+        finite: whether the logits before the bonus token are finite; a device does not check them.
         verified: the tree; None for a plain step.
     """
 
     tokens: list[int]
-    drafted: int = 0
-    depth: int = 0
-    accepted: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     finite: bool = True
     verified: Verified | None = None
+
+    @property
+    def drafted(self) -> int:
+        """Number of draft tokens that were verified."""
+        return 0 if self.verified is None else len(self.verified.tree) - 1
+
+    @property
+    def depth(self) -> int:
+        """Depth of the verified tree."""
+        return 0 if self.verified is None else self.verified.tree.depth
+
+    @property
+    def accepted(self) -> int:
+        """Number of draft tokens that were accepted."""
+        return 0 if self.verified is None else len(self.verified.path)
 
 
 @dataclass(frozen=True)
@@ -63,10 +75,11 @@ class StepResult:
     """The outcomes of a step, and its times in seconds.
 
     Attributes:
-        propose: time of proposing, unless in the target's run.
-        verify: time in the target, and of a draft in the same run.
-        accept: time of deciding what is accepted; 0 if that is part of the target's run.
-        execution: how its work reached the device; see ``Stats.execution``.
+        outcomes: one for each slot, in the order of the views.
+        propose: time of proposing, unless that is part of the target's run.
+        verify: time of the target's run, including a draft in it.
+        accept: time of deciding which tokens are accepted; 0 if that is part of the target's run.
+        execution: how the work reached the device; see ``Stats.execution``.
         fused: whether a draft proposed in the target's run.
     """
 
@@ -79,9 +92,9 @@ class StepResult:
 
 
 class StepProgram(Protocol):
-    """Takes steps for the scheduler, with graphs driven from the host or captured on a device.
+    """Takes steps for the scheduler, with graphs that the host runs one by one or that are captured on a device.
 
-    One thread at a time calls it. Between two calls a slot's cache holds all tokens of its text but the last.
+    One thread at a time calls it. Between two steps a slot's cache holds all tokens of its text but the last.
 
     Attributes:
         fuses: whether drafts may propose in the target's run, so that only whole steps can be timed.
@@ -94,23 +107,23 @@ class StepProgram(Protocol):
         """Batch sizes, ascending; the last is the number of slots."""
 
     def filled(self, slot: int) -> int:
-        """The number of tokens of a slot's last text in its cache."""
+        """The number of tokens of a slot's last text that its cache holds."""
 
     def prefill(self, view: SlotView, alone: bool = False) -> bool:
-        """Reads up to one chunk of a prompt after the cached part; returns whether tokens are unread.
+        """Reads up to one chunk of a prompt after its cached part; returns whether tokens remain unread.
 
-        If the slot speculates, its proposer reads a chunk too. ``alone`` says that no other request waits meanwhile: a
-        chunk may be longer.
+        If the slot speculates, its proposer reads a chunk too. A chunk may be longer if ``alone``: if no other request
+        waits meanwhile.
         """
 
     def step(self, views: Sequence[SlotView]) -> StepResult:
-        """Proposes, verifies, accepts and commits for slots whose prompts are read; their texts are not changed."""
+        """Proposes, verifies, accepts and commits for slots whose prompts are read; does not change their texts."""
 
     def look_up(self, method: str, view: SlotView) -> Sequence[int]:
         """The draft tokens that a look-up method would propose for a slot."""
 
     def with_methods(self, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
-        """The same steps in the same memory with other methods, by name; no model of theirs proposes on a device."""
+        """The program of the same steps, in the same memory, with other methods, whose models stay off the device."""
 
     def move(self, source: int, to: int, method: str | None) -> None:
         """Moves a request to another slot, which is free."""
@@ -119,10 +132,10 @@ class StepProgram(Protocol):
         """The number of the first ``tokens`` tokens of a slot's last text that another text may reuse."""
 
     def share(self, source: int, to: int, tokens: int) -> None:
-        """Begins a text in slot ``to`` with the first ``tokens`` tokens of ``source``, which may be the same slot."""
+        """Begins a text in slot ``to`` with the first ``tokens`` tokens in slot ``source``, perhaps the same slot."""
 
     def shrink_cache(self, rows: int) -> None:
-        """Allows caches to shrink: the longest running text will have at most ``rows`` tokens."""
+        """Allows caches to shrink, as running texts will have at most ``rows`` tokens."""
 
     def release(self, slot: int, method: str | None) -> None:
         """Releases the slot of an ended request; its cache stays until the slot is used again."""

@@ -1,4 +1,4 @@
-"""Turns output tokens into text, and text into tokens without blocking other threads."""
+"""Decodes output tokens as they come, and encodes text without blocking other threads."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from tokenizers import Tokenizer
 
 _UNFINISHED = "\ufffd"
 _CHARACTER = 4
-"""Most bytes, and so tokens, of a character in UTF-8."""
+"""Most bytes, and so most tokens, of a character in UTF-8."""
 _HELD = 16
-"""Most tokens without text of their own: with more, not a character but the output is malformed."""
+"""Most tokens without text: more of them are malformed output rather than an unfinished character."""
 _SPECIAL_TOKENS: WeakKeyDictionary[Tokenizer, Mapping[int, str]] = WeakKeyDictionary()
 
 
 class TextStream:
-    """Turns tokens into text as they come.
+    """Decodes tokens as they come.
 
-    A character is released once all its bytes are there; text that may begin a stop text once it is clear that it does
-    not.
+    A character is released when it is complete, and the beginning of a possible stop text when it turns out not to be
+    one.
 
     Args:
-        min_tokens: tokens before the one that may complete a stop text.
+        min_tokens: number of tokens before the first that may complete a stop text.
         skip_special_tokens: leave special tokens out of the text.
+
+    Attributes:
+        stopped: whether the output has completed a stop text.
     """
 
     def __init__(
@@ -32,11 +35,11 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._min_tokens, self._skip = min_tokens, skip_special_tokens
-        # Special tokens that are not in the output text; stop texts that contain them are found nevertheless.
+        # Special tokens that are left out of the text; stop texts that contain them are found nevertheless.
         self._hidden = special_tokens(tokenizer) if skip_special_tokens else {}
         self._pushed = 0
-        # The tokens last decoded, then those without text yet: a token's text may depend on the tokens before it. (The
-        # library's own DecodeStream fails if a token changes the text of earlier ones.)
+        # The last decoded tokens, then tokens without text so far: a token's text may depend on the tokens before it.
+        # (The library's DecodeStream fails if a token changes the text of earlier tokens.)
         self._window: list[int] = []
         self._decoded = ""
         self._decoded_count = 0
@@ -44,7 +47,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Adds a token; returns the text that it releases. Sets :attr:`stopped` if it completes a stop text."""
+        """Adds a token; returns the text that it releases."""
         self._pushed += 1
         if token in self._hidden:
             return self._release("", self._hidden_text(token))
@@ -55,8 +58,8 @@ class TextStream:
             self._window = self._window[self._decoded_count :]
             self._decoded, self._decoded_count = self._decode(self._window), len(self._window)
         elif len(self._window) > self._decoded_count + _HELD:
-            # These bytes are no character: only the last ones may become one. The first ones stay too, as a decoder
-            # may replace all bytes in a row if any of them are wrong.
+            # These bytes are no character, but the last ones may become one. The first ones stay too, as a decoder may
+            # replace all bytes in a row if any of them is wrong.
             piece = text.removesuffix(_UNFINISHED)[len(self._decoded) :]
             self._window = self._window[: self._decoded_count + _CHARACTER] + self._window[-_CHARACTER:]
             self._decoded = self._decode(self._window).removesuffix(_UNFINISHED)
@@ -65,12 +68,12 @@ class TextStream:
         return self._release(piece)
 
     def end(self, token: int) -> str:
-        """Adds the token that ends the output; it is not part of the text, but may complete a stop text."""
+        """Adds the token that ends the output, which has no text but may complete a stop text."""
         self._pushed += 1
         return self._release(self._flush(), self._hidden_text(token))
 
     def finish(self) -> str:
-        """The remaining text: pending text, and the decoded bytes of an unfinished character."""
+        """Returns the remaining text: pending text, and the decoded bytes of an unfinished character."""
         text = self._release(self._flush())
         if not self.stopped:
             text += self._pending.take(len(self._pending))
@@ -82,7 +85,7 @@ class TextStream:
         return text if any(text in stop for stop in self._stop) else ""
 
     def _flush(self) -> str:
-        """Returns the window's text that is not released yet, and empties the window."""
+        """Empties the window; returns its text that is not released yet."""
         text = self._decode(self._window)[len(self._decoded) :]
         self._window, self._decoded, self._decoded_count = [], "", 0
         return text
@@ -92,7 +95,7 @@ class TextStream:
         return text
 
     def _release(self, piece: str, hidden: str = "") -> str:
-        """Adds a piece, perhaps followed by a hidden special token; returns the text that can be released."""
+        """Adds a piece, and perhaps the text of a hidden special token; returns the text that can be released."""
         pending = self._pending
         pending.add(piece, hidden)
         stops = [at for at in map(pending.find, self._stop) if at >= 0]
@@ -105,7 +108,7 @@ class TextStream:
 
 
 def special_tokens(tokenizer: Tokenizer) -> Mapping[int, str]:
-    """The texts of a tokenizer's special tokens, cached: a query for thousands takes milliseconds."""
+    """The texts of a tokenizer's special tokens, cached, as a query for thousands takes milliseconds."""
     if tokenizer not in _SPECIAL_TOKENS:
         added = tokenizer.get_added_tokens_decoder().items()
         _SPECIAL_TOKENS[tokenizer] = {token: entry.content for token, entry in added if entry.special}
@@ -113,7 +116,7 @@ def special_tokens(tokenizer: Tokenizer) -> Mapping[int, str]:
 
 
 class _PendingText:
-    """Text held back. A stop text may be in the visible text, or in the text with hidden special tokens."""
+    """Text that is held back. Stop texts are found in it with and without hidden special tokens."""
 
     def __init__(self) -> None:
         self._whole = ""
@@ -129,11 +132,11 @@ class _PendingText:
         self._whole += text + hidden
 
     def find(self, stop: str) -> int:
-        """The start of a stop text; -1 if it is absent."""
+        """The index where a stop text starts; -1 if it is absent."""
         return min((places[at] for text, places in self._readings() if (at := text.find(stop)) >= 0), default=-1)
 
     def beginning(self, stop: str) -> int:
-        """The start of a possible stop text that is not complete; the end if there is none."""
+        """The index where an incomplete stop text may start; the text's end if there is none."""
         begun = ((places, overlap(text, stop)) for text, places in self._readings())
         return min((places[-length] for places, length in begun if length), default=len(self._whole))
 
@@ -149,7 +152,7 @@ class _PendingText:
         self._whole, self._visible = "", []
 
     def _readings(self) -> Iterator[tuple[str, Sequence[int]]]:
-        """The whole text and, if that differs, the visible one, with the place of each character."""
+        """The whole text and, if it differs, the visible text, each with its characters' indices in the whole."""
         yield self._whole, range(len(self._whole))
         if len(self._visible) < len(self._whole):
             yield "".join(self._whole[at] for at in self._visible), self._visible
@@ -164,8 +167,5 @@ def overlap(text: str, stop: str) -> int:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """A text's tokens.
-
-    As a batch of one: ``Tokenizer.encode`` would hold Python's lock until it is done, for seconds with megabytes.
-    """
+    """Encodes a text, as a batch of one: ``Tokenizer.encode`` would hold Python's lock, for seconds with megabytes."""
     return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)

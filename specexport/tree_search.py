@@ -23,7 +23,7 @@ from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import Ints, Proposal, SlotView
 from specexport.runtime.request import Stats
-from specexport.runtime.timing import Progress
+from specexport.runtime.speculation.timing import Progress
 
 RankPath = tuple[int, ...]
 

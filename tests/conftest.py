@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from specexport.runtime import Engine
 from specexport.runtime.backends.onnxruntime.kernels import kernels
-from specexport.runtime.policy import SpeculationPolicy
+from specexport.runtime.speculation.policy import SpeculationPolicy
 
 # Models this small are several times slower on more threads. torch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -61,7 +61,6 @@ class TwoSlots:
     Args:
         graph: the propose graph.
         method: its method.
-        role: its role among the method's.
         states: the target's states ``[2,N,H]`` at the tokens of two texts.
         write_ids: writes what the graph reads beside states into a run's inputs, for a slot, its past rows and its
             new ones.
@@ -72,13 +71,12 @@ class TwoSlots:
         graph: ir.Model,
         folder: Path,
         method: Method,
-        role: str,
         states: npt.NDArray[np.float32],
         write_ids: Callable[[dict[str, Any], int, int, int], None],
     ) -> None:
         ir.save(graph, folder / "propose.onnx")
         self._session = onnxruntime.InferenceSession(folder / "propose.onnx")
-        self._make = method.signatures[role].buffers
+        self._make = method.signature.buffers
         self._states, self._write_ids = states, write_ids
         self._outputs = [tensor.name for tensor in self._session.get_outputs()]
         caches = [tensor for tensor in self._session.get_inputs() if tensor.name.startswith(tensors.CACHES)]

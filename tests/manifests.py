@@ -17,7 +17,7 @@ from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import method_name
 from specexport.contract.reading import file_entry
 from specexport.contract.tree import TokenTree
-from specexport.runtime.costs import Cost, CostCurve, MethodCosts
+from specexport.runtime.speculation.costs import Cost, CostCurve, MethodCosts
 
 Document = dict[str, Any]
 Price = Callable[[int, int], float]

@@ -16,10 +16,10 @@ from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import batch_points, window
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, RequestError, SamplingParams, Stream
-from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Slots
+from specexport.runtime.speculation.policy import SpeculationPolicy
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import PLAIN_TREE, StepResult
 from tests.manifests import curve

@@ -21,17 +21,28 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import method_name
 from specexport.contract.methods.base import for_bundle
 from specexport.contract.reading import read_manifest
+from specexport.contract.tree import TokenTree
 from specexport.methods.ngram import Ngram
-from specexport.runtime import Engine, SamplingParams, choice
+from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import engine as engine_module
 from specexport.runtime.backends.onnxruntime.backend import OnnxRuntimeBackend
-from specexport.runtime.choice import KEEP, MAX_PLAIN_STEPS, PRIOR, WEIGHT, Acceptance, Option, best
-from specexport.runtime.costs import Cost, CostCurve, Costs, MethodCosts
-from specexport.runtime.policy import MARGIN, PROBE_SHARE, READ_SHARE, TRIAL_STEPS, MeasuredPolicy, SpeculationPolicy
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.request import Request
+from specexport.runtime.speculation import choice
+from specexport.runtime.speculation.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
+from specexport.runtime.speculation.choice import Option, best_options
+from specexport.runtime.speculation.costs import Cost, CostCurve, Costs, MethodCosts
+from specexport.runtime.speculation.policy import (
+    MARGIN,
+    PROBE_SHARE,
+    READ_SHARE,
+    TRIAL_STEPS,
+    MeasuredPolicy,
+    SpeculationPolicy,
+)
+from specexport.runtime.speculation.probing import MAX_PLAIN_STEPS
 from specexport.runtime.speculative import PLAIN
-from specexport.runtime.step_program import LoadedMethod, Outcome, StepResult
+from specexport.runtime.step_program import LoadedMethod, Outcome, StepResult, Verified
 from specexport.runtime.text import TextStream
 from tests.manifests import curve, trees_of
 from tests.streams import started, tokens_of
@@ -76,7 +87,7 @@ class Batch:
         outcomes = []
         for tree in trees:
             kept = accepted(tree.depth) if len(tree) > 1 else 0
-            outcomes.append(Outcome([0] * (kept + 1), len(tree) - 1, tree.depth, kept))
+            outcomes.append(Outcome([0] * (kept + 1), verified=Verified(tree, (), range(kept))))
         self.budget.learn(self.requests, StepResult(outcomes, 0.0, 0.0, 0.0, "host"), 1.0)
         return [len(tree) for tree in trees]
 
@@ -211,10 +222,12 @@ def test_rejections_affect_only_their_request(manifest: Manifest) -> None:
         batch.budget.assign(batch.requests)
         trees = [request.view.tree for request in batch.requests]
         kept = [tree.depth if at < 3 else 0 for at, tree in enumerate(trees)]
-        outcomes = [Outcome([0] * (k + 1), len(tree) - 1, tree.depth, k) for k, tree in zip(kept, trees, strict=True)]
+        outcomes = [
+            Outcome([0] * (k + 1), verified=Verified(tree, (), range(k))) for k, tree in zip(kept, trees, strict=True)
+        ]
         batch.budget.learn(batch.requests, StepResult(outcomes, 0.0, 0.0, 0.0, "host"), 1.0)
     assert {len(tree) for tree in trees[:3]} == {5}
-    chances = [request.history.acceptance(request.view.method, 0).expected(1) for request in batch.requests]
+    chances = [request.history.acceptance(request.view.method, 0).expected(1)[1] for request in batch.requests]
     assert min(chances[:3]) > 0.9
     assert chances[3] < 0.2
 
@@ -237,7 +250,7 @@ def test_the_best_choice_is_the_best_of_all(
         width = max((pick.width for pick in taken), default=1)
         return (requests + sum(pick.gain for pick in taken)) / (seconds[width - 1] + sum(p.seconds for p in taken))
 
-    reached, chosen = best(options, requests, MARGIN * requests / seconds[0], lambda width: seconds[width - 1])
+    reached, chosen = best_options(options, requests, MARGIN * requests / seconds[0], lambda width: seconds[width - 1])
     most = max(rate(picks) for picks in itertools.product(*([None, *known] for known in options)))
     plain = requests / seconds[0]
     if all(pick is None for pick in chosen):
@@ -252,18 +265,18 @@ def test_the_best_choice_is_the_best_of_all(
 
 def test_acceptance_combines_observations_and_prior() -> None:
     seen = Acceptance()
-    assert seen.expected(3) == pytest.approx(PRIOR + PRIOR**2 + PRIOR**3)
+    assert seen.expected(3)[3] == pytest.approx(PRIOR + PRIOR**2 + PRIOR**3)
     noise = np.random.default_rng(0)
     chances = (0.9, 0.6, 0.3)
     for _ in range(4000):
         accepted = next((at for at, chance in enumerate(chances) if noise.random() > chance), 3)
         seen.learn(3, accepted)
-    assert seen.expected(3) == pytest.approx(0.9 + 0.54 + 0.162, abs=0.35)
+    assert seen.expected(3)[3] == pytest.approx(0.9 + 0.54 + 0.162, abs=0.35)
     # Depths nobody tried are taken to be like the last one known.
     first = Acceptance()
     for _ in range(100):
         first.learn(1, 1)
-    assert first.expected(4) > 3.2
+    assert first.expected(4)[4] > 3.2
 
 
 def test_acceptance_follows_the_text() -> None:
@@ -272,7 +285,7 @@ def test_acceptance_follows_the_text() -> None:
         seen.learn(4, 4)
     for _ in range(60):
         seen.learn(4, 0)
-    assert seen.expected(4) < 0.3
+    assert seen.expected(4)[4] < 0.3
 
 
 def test_counts_fade_to_the_prior_s_weight() -> None:
@@ -280,7 +293,7 @@ def test_counts_fade_to_the_prior_s_weight() -> None:
     for _ in range(1000):
         seen.learn(1, 1)
     tried = 1 / (1 - KEEP)
-    assert seen.expected(1) == pytest.approx((WEIGHT * PRIOR + tried) / (WEIGHT + tried))
+    assert seen.expected(1)[1] == pytest.approx((WEIGHT * PRIOR + tried) / (WEIGHT + tried))
 
 
 # --- trying again -----------------------------------------------------------------------------------------------------
@@ -436,7 +449,7 @@ def test_a_step_that_drafts_on_the_device_refines_the_draft_s_cost(manifest: Man
     def drafted(seconds: float) -> None:
         batch.budget.assign(batch.requests)
         assert len(batch.requests[0].view.tree) == 8
-        outcome = Outcome([0] * 8, 7, 7, 7)
+        outcome = Outcome([0] * 8, verified=Verified(TokenTree.chain(8), (), range(7)))
         batch.budget.learn(batch.requests, StepResult([outcome], 0.0, seconds, 0.0, "graph per step", True), seconds)
 
     for _ in range(200):
@@ -652,8 +665,8 @@ def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(
 
     first = measured("llama-near-batch", lambda slots, tokens: 1.0 if slots < 8 else float(tokens))
     read: list[int] = []
-    real = DraftModelProposer._read
-    monkeypatch.setattr(DraftModelProposer, "_read", lambda *inputs: read.append(1) or real(*inputs))
+    real = DraftModelProposer._read_chunk
+    monkeypatch.setattr(DraftModelProposer, "_read_chunk", lambda *inputs: read.append(1) or real(*inputs))
     streams = started(first.stream([5 + at, 9, 30], GREEDY) for at in range(8))
     for stream in streams:
         for _ in stream:

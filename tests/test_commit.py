@@ -126,9 +126,7 @@ def test_portable_drafts_commit_only_input_rows(bundle: Callable[[str], Path]) -
     """K - 1 of its own tokens and those it had not seen; the padding of a prefill chunk is never written."""
     opened = Bundle.open(bundle("llama-near-portable"))
     (method,) = opened.manifest.methods
-    graph = open_backend(opened, BackendOptions("onnxruntime", 1)).open(
-        method.draft, 1, method.signatures["draft"].buffers
-    )
+    graph = open_backend(opened, BackendOptions("onnxruntime", 1)).open(method.draft, 1, method.signature.buffers)
     for cache in graph._cache.now.parts.values():
         cache[:] = POISON
     proposer = DraftModelProposer(graph, opened.manifest)

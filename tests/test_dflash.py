@@ -135,7 +135,7 @@ def test_drafts_equal_the_formulas(tmp_path: Path, target: Path, lowering: Any, 
     def write_root(inputs: dict[str, Any], slot: int, past: int, count: int) -> None:
         inputs[tensors.INPUT_IDS][slot] = roots[slot]
 
-    slots = TwoSlots(trace_dflash(draft, cache, lowering), tmp_path, method, "dflash", states, write_root)
+    slots = TwoSlots(trace_dflash(draft, cache, lowering), tmp_path, method, states, write_root)
     Ks = (5, 3)
     slots.run(10, 1, (0, 0), (9, 2), **{tensors.BLOCK_ROWS: 2})
     outputs = slots.run(4, max(Ks), (9, 2), (3, 1), **{tensors.BLOCK_ROWS: [1 + K for K in Ks]})

@@ -129,7 +129,7 @@ def test_drafts_equal_the_formulas(
         inputs[tensors.INPUT_IDS][slot, :count] = texts[slot, past + 1 : past + 1 + count]
 
     graph = propose_graph(one_pass, cache, lowering, start)
-    slots = TwoSlots(graph, tmp_path, method, "eagle3", states, write_tokens)
+    slots = TwoSlots(graph, tmp_path, method, states, write_tokens)
     slots.run(6, 1, (0, 0), (5, 2))
     drafted = slots.run(4, 4, (5, 2), (3, 1))
     for slot, rows in enumerate((8, 3)):

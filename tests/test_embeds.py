@@ -77,7 +77,7 @@ def test_nothing_proposes_an_embedding(engine: Engines) -> None:
         proposals = [proposal for _, proposal in recorder]
         assert proposals
         assert min(int(proposal.tokens.min(initial=0)) for proposal in proposals) >= 0
-        assert all(proposal.window is None or proposal.window.tokens.min() >= 0 for proposal in proposals)
+        assert all(proposal.wider is None or proposal.wider.tokens.min() >= 0 for proposal in proposals)
         assert done.token_ids == loaded.generate(text, GREEDY.replace(ignore_eos=True), PLAIN).token_ids
 
 

@@ -247,7 +247,7 @@ def test_killed_writers_leave_whole_outputs_only(
 ) -> None:
     """Where the system cannot exchange folders, the next writer puts back what was there."""
     if not exchanges:
-        monkeypatch.setattr(folders, "_exchanged", lambda *_: False)
+        monkeypatch.setattr(folders, "_exchange", lambda *_: False)
     output, draw = tmp_path / "out", random.Random(0)
     write(output, "0", 1000)
     for turn in range(1, 40):

@@ -16,12 +16,13 @@ import msgspec
 import pytest
 
 from specexport.contract.reading import read_manifest
-from specexport.runtime import Engine, step, timing
+from specexport.runtime import Engine, step
 from specexport.runtime import engine as engine_module
 from specexport.runtime.backends.cuda import device_program
-from specexport.runtime.costs import CostCurve
-from specexport.runtime.policy import TRIAL_STEPS, MeasuredPolicy
 from specexport.runtime.request import complete
+from specexport.runtime.speculation import timing
+from specexport.runtime.speculation.costs import CostCurve
+from specexport.runtime.speculation.policy import TRIAL_STEPS, MeasuredPolicy
 from specexport.runtime.speculative import PLAIN
 from tests.manifests import Price, curve
 from tests.onnxruntime_stand_in import OnnxRuntimeGpu, installed

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from specexport.cli import main
 from specexport.contract.errors import RequestError
 from specexport.contract.tree import TokenTree
-from specexport.methods.hypothesis import GUESS, TRUST, Follower, Hypothesis, HypothesisProposer
+from specexport.methods.hypothesis import GUESS, TRUST, Hypothesis, HypothesisProposer, Tracker
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.sampling import accept_relaxed
@@ -31,7 +31,7 @@ RELAXED = SamplingParams(acceptance="relaxed")
 
 
 def follow(hypothesis: list[int], message: list[int]) -> list[int]:
-    result = Follower(hypothesis)
+    result = Tracker(hypothesis)
     result.extend(message)
     return result.following()
 
@@ -89,7 +89,7 @@ def test_a_wrong_place_does_not_lead_further_astray() -> None:
 def test_continuations_are_parts_of_the_hypothesis(text: list[int], message: list[int]) -> None:
     following = follow(text, message)
     assert not following or any(text[at : at + len(following)] == following for at in range(len(text)))
-    pieces = Follower(text)
+    pieces = Tracker(text)
     for token in message:
         pieces.extend([token])
     assert pieces.following() == following

@@ -89,12 +89,12 @@ def test_guesses_precede_the_window_and_share_prefixes() -> None:
     first, other = proposals[0], proposals[1]
     assert first.tokens.tolist() == [6, 7, 8, 2, 3, 5, 4]
     assert first.tree.parents == (-1, 0, 1, 2, 0, 4, 5, 5)
-    assert first.window.tree.parents[: len(first.tree)] == first.tree.parents
-    assert first.window.tokens[:7].tolist() == first.tokens.tolist()
-    assert set(first.window.tokens[7:].tolist()) <= set(text)
+    assert first.wider.tree.parents[: len(first.tree)] == first.tree.parents
+    assert first.wider.tokens[:7].tolist() == first.tokens.tolist()
+    assert set(first.wider.tokens[7:].tolist()) <= set(text)
     # The smallest declared step that holds the root, 7 guessed tokens, and the 6 of a window of one level.
-    assert len(first.window.tree) == 15
-    assert (len(other.tokens), len(other.window.tree)) == (0, 15)
+    assert len(first.wider.tree) == 15
+    assert (len(other.tokens), len(other.wider.tree)) == (0, 15)
     fewer = proposer.propose([view(text, 1)])[0]
     assert fewer.tokens.tolist() == [6, 7, 8]
 
@@ -123,7 +123,7 @@ def test_acceptance_is_that_of_a_plain_implementation(engine: Engines) -> None:
         length += len(done.token_ids)
         # Both windows begin with the same tokens: which they are moves the acceptance length of a text by over 5 %.
         proposal = recorder[0][1]
-        first = proposal.window.tokens[len(proposal.tokens) :][: W + N - 3].tolist()
+        first = proposal.wider.tokens[len(proposal.tokens) :][: W + N - 3].tolist()
         with torch.no_grad():
             theirs.append(plain_lookahead(model, prompt, first, GREEDY.max_tokens))
     assert length / sum(ours) > 1.2
@@ -201,7 +201,7 @@ def test_steps_have_declared_widths(engine: Engines) -> None:
     assert widths == {15, 18, 21, 27}
     with record_proposals(loaded, "lookahead") as recorder:
         loaded.generate(prompts(1)[0] * 2, GREEDY)
-    seen = {len(proposal.window.tree) for _, proposal in recorder if proposal.window is not None}
+    seen = {len(proposal.wider.tree) for _, proposal in recorder if proposal.wider is not None}
     assert seen <= widths
     assert len(seen) > 1
 

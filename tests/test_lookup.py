@@ -24,7 +24,7 @@ from specexport.contract.tree import TokenTree
 from specexport.methods.ngram import Ngram, NgramIndex, NgramProposer
 from specexport.methods.suffix import OutputStore, Suffix, SuffixAutomaton, SuffixProposer
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.proposal import Chains, SlotView
+from specexport.runtime.proposal import SlotView, longest_chain
 from specexport.runtime.speculative import PLAIN
 from specexport.tree_search import record_proposals
 from tests.manifests import curve
@@ -219,9 +219,9 @@ def test_outputs_too_short_to_match_are_not_stored() -> None:
 
 
 def test_the_longest_chain_that_fits() -> None:
-    of = Chains([TokenTree.chain(size + 1) for size in (4, 8, 2)])
+    chains = [TokenTree.chain(size + 1) for size in (4, 8, 2)]
     for request, length, size in ((8, 20, 8), (8, 7, 4), (4, 20, 4), (8, 2, 2), (8, 1, None), (2, 8, 2)):
-        proposal = of.proposal(TokenTree.chain(request + 1), range(length))
+        proposal = longest_chain(chains, TokenTree.chain(request + 1), range(length))
         assert (None if proposal is None else len(proposal.tree) - 1) == size
         assert proposal is None or proposal.tokens.tolist() == list(range(len(proposal.tree) - 1))
 

@@ -100,7 +100,7 @@ class OneGraph:
     def __init__(self, path: Path) -> None:
         method = MlpSpeculator(trees=(), model="here", candidates=64, stages=STAGES, hidden=H)
         self._session = onnxruntime.InferenceSession(path)
-        self._make = method.signatures["speculator"].buffers
+        self._make = method.signature.buffers
 
     def drafts(self, slots: int) -> tuple[tuple[int, int], ...]:
         return ((STAGES, 1), (STAGES, TREE.level_width))

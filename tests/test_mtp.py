@@ -130,7 +130,7 @@ def test_drafts_equal_the_formulas(
     def write_tokens(inputs: dict[str, Any], slot: int, past: int, count: int) -> None:
         inputs[tensors.INPUT_IDS][slot, :count] = texts[slot, past + 1 : past + 1 + count]
 
-    slots = TwoSlots(graph, tmp_path, method, "mtp", states, write_tokens)
+    slots = TwoSlots(graph, tmp_path, method, states, write_tokens)
     slots.run(6, 1, (0, 0), (5, 2))
     drafted = slots.run(4, 4, (5, 2), (3, 1))
     layer = Layer(folder, family, tmp_path)

@@ -239,7 +239,7 @@ def test_logits_stay_on_the_device_unless_the_host_looks_into_them(
     with load("dice-mixed") as on_gpu:
         on_gpu.generate([5, 6, 7, 8], GREEDY)
         target: Any = on_gpu.backend.graphs[0]
-        logits = {width.outputs.device[tensors.LOGITS].address for width in target._widths.values()}
+        logits = {buffers.outputs.device[tensors.LOGITS].address for buffers in target._buffers.values()}
         monkeypatch.setattr(api.CudaStream, "copy", noted)
         on_gpu.generate([5, 6, 7, 8], GREEDY)  # nothing of the prompt is read again
         assert copied and not logits & set(copied)

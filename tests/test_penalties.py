@@ -42,7 +42,7 @@ def expected(logits: np.ndarray, output: list[int]) -> np.ndarray:
 
 def test_every_node_counts_its_own_path() -> None:
     random = np.random.default_rng(0)
-    penalties = Penalties(SamplingParams(**ALL), PROMPT, (1, 9999), 300)
+    penalties = Penalties(SamplingParams(**ALL), PROMPT, (1, 9999), 300, ALL["min_tokens"])
     text: list[int] = []
     for _ in range(4):
         logits = random.normal(size=(len(BRANCHES), 300)).astype(np.float32)

@@ -82,23 +82,23 @@ def test_somebody_else_s_package_is_named_if_it_does_not_fit(
 ) -> None:
     ours = tuple(plugins.entry_points(group=methods.GROUP))
     monkeypatch.setattr(plugins, "entry_points", lambda group: [*ours, _Entry(load)])
-    for cached in (plugins.offered, methods.method_type):
+    for cached in (plugins.installed, methods.method_type):
         cached.cache_clear()
     try:
         with pytest.raises(SpecExportError, match=reason):
             method_type("theirs")
     finally:
-        for cached in (plugins.offered, methods.method_type):
+        for cached in (plugins.installed, methods.method_type):
             cached.cache_clear()
 
 
 def test_an_installation_without_entry_points_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "entry_points", lambda group: [])
-    plugins.offered.cache_clear()
+    plugins.installed.cache_clear()
     try:
         with pytest.raises(
             SpecExportError, match=r"without its entry points of specexport\.methods.*; install it again"
         ):
-            plugins.offered(methods.GROUP)
+            plugins.installed(methods.GROUP)
     finally:
-        plugins.offered.cache_clear()
+        plugins.installed.cache_clear()

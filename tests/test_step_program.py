@@ -15,8 +15,8 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda.library import Enqueue
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
-from specexport.runtime.policy import SpeculationPolicy
 from specexport.runtime.request import Completion, Request, Stream, complete
+from specexport.runtime.speculation.policy import SpeculationPolicy
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.step_program import PLAIN_TREE
 from tests.compiled import compiled

@@ -153,7 +153,7 @@ def test_engines_need_no_onnxruntime(bundle: Callable[[str], Path], gpu: TensorR
 
 
 def test_engines_are_chosen_by_device() -> None:
-    device = api.CudaDevice(0, "x", (8, 9), 1)
+    device = api.CudaDevice("x", (8, 9), 1)
     base: dict[str, Any] = {"source": "s", "runtime": "tensorrt", "version": "10.3", "compute": "fp16"}
     base["profiles"] = (ce.ShapePoint(1, 1, 256, 1),)
     ada = ce.CompiledEngine(file="b", compute_capabilities=("8.9",), **base)

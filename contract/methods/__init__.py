@@ -1,7 +1,7 @@
-"""The registry of methods: entry points of the group ``specexport.methods``, of this package's and of all others'.
+"""The registry of methods: the entry points of the group ``specexport.methods`` in all installed packages.
 
 An entry point names a subclass of :class:`Method`. The rest of a method is in the neighbouring modules (:func:`part`),
-which nothing else imports (``docs/methods.md``).
+which no other code imports (``docs/methods.md``).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from specexport.contract.methods.base import (
     with_trees,
 )
 from specexport.contract.methods.options import Flag, MethodOptions
-from specexport.contract.plugins import load, offered
+from specexport.contract.plugins import installed, load
 from specexport.contract.tree import TokenTree
 
-__all__ = [  # of the modules beside this one
+__all__ = [  # names of the modules beside this one
     "BuiltMethod",
     "Flag",
     "Method",
@@ -54,20 +54,20 @@ GROUP = "specexport.methods"
 _SPEC = "spec"
 _SPLIT_CONFIG = "draft_tensor_parallel_size"
 _MTP = re.compile(r"[a-z0-9_]+_mtp")
-"""vLLM's names of MTP by family: ``deepseek_mtp``, ``glm4_moe_mtp``, ``qwen3_next_mtp``."""
+"""vLLM's names for MTP by family: ``deepseek_mtp``, ``glm4_moe_mtp``, ``qwen3_next_mtp``."""
 
 
 def known() -> tuple[str, ...]:
-    """The names of all methods: those of this package, then those that other installed packages add."""
-    return tuple(offered(GROUP))
+    """The names of all methods: this package's, then those that other installed packages add."""
+    return tuple(installed(GROUP))
 
 
 @lru_cache(maxsize=64)
 def method_type(name: str) -> type[Method]:
-    """The struct of a method's entry in a bundle; :func:`options_type` is that of its options.
+    """The struct of a method's entry in a bundle; see :func:`options_type` for its options.
 
     Raises:
-        SpecExportError: it is unknown, or a package's entry point of that name is not a method.
+        SpecExportError: the method is unknown, or the entry point of that name is not a method.
     """
     if name not in known():
         raise SpecExportError(
@@ -78,7 +78,7 @@ def method_type(name: str) -> type[Method]:
         raise SpecExportError(
             f"the entry point {name!r} of {GROUP} is {kind!r}; expected a subclass of Method with tag={name!r}"
         )
-    if issubclass(kind, TextMethod):  # it works in bundles that do not name it, so every option needs a default
+    if issubclass(kind, TextMethod):  # it works in bundles that do not mention it, so every option needs a default
         needed = next((field.name for field in msgspec.structs.fields(kind) if field.required), None)
         if needed is not None:
             raise SpecExportError(f"method {name!r} needs no graph, so {needed!r} has to have a default; give it one")
@@ -91,15 +91,22 @@ def options_type(kind: type[Method]) -> type[MethodOptions]:
 
 
 def text_methods() -> tuple[type[TextMethod], ...]:
-    """Methods that need no graph, and so work in every bundle."""
+    """The methods that need no graph, and so work in every bundle."""
     return tuple(kind for kind in map(method_type, known()) if issubclass(kind, TextMethod))
 
 
 def part(method: Method | MethodOptions | type[Method], name: str, *, inherited: bool = False) -> ModuleType | None:
-    """A module of a method, such as ``propose``: the one of this name beside ``spec``, where its struct is.
+    """Imports a module of a method, such as ``propose``, which lies beside ``spec``, the module of its struct.
 
-    A method whose struct is in a module of another name has all its parts there. With ``inherited``, a method without
-    the module has that of the struct that its own extends. None if there is none.
+    A method whose struct is in a module of another name has all its parts there.
+
+    Args:
+        method: the method, its options or its type.
+        name: the module's name.
+        inherited: whether the module of a struct that the method's struct extends will do.
+
+    Returns:
+        None if there is no such module.
     """
     kind = method if isinstance(method, type) else type(method)
     if kind.__module__.rpartition(".")[2] != _SPEC:
@@ -113,7 +120,7 @@ def part(method: Method | MethodOptions | type[Method], name: str, *, inherited:
 
 
 def decode_hook(kind: type, content: Any) -> Any:
-    """Reads methods for msgspec, as its ``dec_hook``."""
+    """Decodes methods, as msgspec's ``dec_hook``."""
     name = content.get("method") if isinstance(content, dict) else None
     if not isinstance(name, str):
         raise ValueError("expected an object with the key method")
@@ -128,7 +135,7 @@ def decode_hook(kind: type, content: Any) -> Any:
 
 # --- reading a user's options -----------------------------------------------------------------------------------------
 SpeculativeConfig = Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[str, Any] | MethodOptions | str]
-"""One method or several: mappings, their JSON, names with options, or options."""
+"""One method or several, as mappings, JSON, names with options, or options."""
 
 
 def read_methods(config: SpeculativeConfig) -> tuple[MethodOptions, ...]:
@@ -141,10 +148,10 @@ def read_methods(config: SpeculativeConfig) -> tuple[MethodOptions, ...]:
 
 
 def listed(config: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
-    """The entries of a ``speculative_config``.
+    """The entries of a ``speculative_config``; its JSON is decoded.
 
     Raises:
-        BuildError: it is none of these.
+        BuildError: it is not a :data:`SpeculativeConfig`.
     """
     if isinstance(config, str) and config.lstrip()[:1] in ("[", "{"):
         try:
@@ -160,9 +167,9 @@ def listed(config: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
 
 
 def parse_method(text: str) -> MethodOptions:
-    """``NAME``, ``NAME:VALUE``, ``NAME:key=value,...``, or both: ``medusa:heads/,trees=mc_sim_7b_63``.
+    """Parses ``NAME``, ``NAME:VALUE``, ``NAME:key=value,...``, or both: ``medusa:heads/,trees=mc_sim_7b_63``.
 
-    VALUE is that of the method's main key. A repeated key has several values.
+    VALUE is the value of the method's main key. A repeated key has several values.
 
     Raises:
         BuildError: see :func:`read_method`.
@@ -194,9 +201,9 @@ def read_method(
     """Reads a method's options from a mapping. Trees may be names of presets, JSON files or trees.
 
     Args:
-        config: keys of the method, with ``method``; as in vLLM, a model alone is that of ``draft_model``.
+        config: ``method`` and its keys; as in vLLM, ``method`` defaults to ``draft_model`` if there is a ``model``.
         where: the beginning of error messages.
-        strict: whether numbers may not be texts.
+        strict: whether texts are refused for numbers.
 
     Raises:
         BuildError: a method, a key or a tree is unknown, a key is missing, or a value is of the wrong kind.
@@ -230,7 +237,7 @@ def read_method(
 
 
 def _choices(trees_option: Any, where: str) -> list[Any]:
-    """Trees as choices."""
+    """Reads trees as choices."""
     named = [trees_option] if isinstance(trees_option, (str, Path, TokenTree)) else trees_option
     if not isinstance(named, Sequence):
         raise BuildError(f"{where}: trees is {trees_option!r}; expected names of presets, files or trees")

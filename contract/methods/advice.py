@@ -1,4 +1,4 @@
-"""What a method advises for a target before anything is built (``specexport suggest``)."""
+"""Suggestions of methods for a target, before anything is built (``specexport suggest``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Literal
 
 Device = Literal["cpu", "gpu"]
 SMALLER = (5.0, 10.0)
-"""How many times smaller a draft should be: a larger one costs as much as it gains, a smaller one drafts badly."""
+"""How many times smaller than the target a draft should be: a larger draft costs as much as it gains, and a smaller
+one drafts badly."""
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,8 @@ class TargetProfile:
     """The target that methods are suggested for.
 
     Attributes:
-        device: where the bundle is to run: on a GPU the nodes of a step are nearly free, on a CPU every node costs.
-        drafts: available smaller models, with how many times smaller they are, the best first.
+        device: where the bundle will run: on a GPU the nodes of a step are nearly free, on a CPU every node costs time.
+        drafts: available smaller models, each with the ratio of the target's size to its own, the best first.
         has_mtp: whether the target's checkpoint holds a layer that drafts.
     """
 
@@ -31,9 +32,9 @@ class Suggestion:
     """A method to build for a target.
 
     Attributes:
-        settings: what to build it with, in words.
-        rank: its place, the best first.
-        flags: those of ``specexport build``; empty if a model has to be downloaded or trained first.
+        settings: the settings to build it with, in words.
+        rank: its place among suggestions; the lowest is the best.
+        flags: flags of ``specexport build``; empty if a model has to be downloaded or trained first.
     """
 
     method: str

@@ -1,4 +1,4 @@
-"""The base of every method: its entry in the manifest, with its capabilities."""
+"""The base classes of methods: their entries in the manifest, with their capabilities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specexport.contract.tree import TokenTree
 class Method:
     """A method in a bundle and its capabilities, for code that does not know it by name or type.
 
-    It is a struct, its entry in the manifest: a :class:`BuiltMethod`, or a :class:`TextMethod`.
+    It is a struct, the method's entry in the manifest: a :class:`BuiltMethod` or a :class:`TextMethod`.
 
     Attributes:
         trees: the trees a step may verify, the default first, each of a different size.
@@ -31,7 +31,7 @@ class Method:
         trees: tuple[Choices, ...]
 
     options: ClassVar[type[MethodOptions]]
-    """The struct of its options for users; a :class:`TextMethod` is its own."""
+    """The struct of a user's options; a :class:`TextMethod` is that struct itself."""
     sources: ClassVar[dict[str, SourceKind]] = {}
     """Keys that name checkpoints."""
     role: ClassVar[str] = ""
@@ -39,23 +39,23 @@ class Method:
     draft_name: ClassVar[str] = "draft"
     """Its own model in messages."""
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS,)
-    """Draft tokens of its trees if none are chosen, the default first."""
+    """Numbers of draft tokens to build for if the user chooses none, the default first."""
 
-    # --- capabilities, which others ask for instead of the method's name or type --------------------------------------
+    # --- capabilities, which other code uses instead of the method's name or type -------------------------------------
     needs_graph: ClassVar[bool] = True
     """False if it only reads text; it then works in every bundle."""
     needs_training: ClassVar[str | None] = None
-    """What has to be trained for it first; None for nothing."""
+    """The model or heads that must be trained for it first; None if none."""
     engine_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys of a method without a graph that are set when a bundle is opened, and not by requests."""
+    """Keys of a method without a graph that only the opening of a bundle sets, not a request."""
     whole_model: ClassVar[bool] = False
-    """Whether what drafts is a causal LM of its own, the checkpoint of the key ``model``."""
+    """Whether its draft is a complete causal LM, the checkpoint of the key ``model``."""
     takes_hypothesis: ClassVar[bool] = False
     """Whether it proposes from a text given with the request, and nothing without one."""
     branching: ClassVar[Literal[0, 1, 2]] = 0
-    """Trees it fills: 0 chains only, 1 chains with further leaves, 2 any."""
+    """The trees that it can fill: 0 for chains only, 1 for chains with further leaves, 2 for any."""
     own_widths: ClassVar[bool] = False
-    """Whether options of its own set the size of its steps, so that no number of draft tokens can be chosen."""
+    """Whether its options set the size of its steps, so that no number of draft tokens can be chosen."""
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class Method:
 
     @property
     def draft(self) -> Model | None:
-        """Its own model; a field of a :class:`DraftingMethod`."""
+        """Its own model, once it is written; None if it has none. A field of a :class:`DraftingMethod`."""
         return None
 
     @property
@@ -73,18 +73,14 @@ class Method:
         return None
 
     @property
-    def models(self) -> dict[str, Model]:
-        """Its own model by role, once it is written."""
-        return {} if self.draft is None else {self.role: self.draft}
-
-    @property
-    def signatures(self) -> dict[str, GraphSignature]:
-        """The signature of its model's graph, by role."""
-        return {} if self.signature is None else {self.role: self.signature}
+    def written_draft(self) -> Model:
+        """Its own model, of a method in a bundle that has one."""
+        assert self.draft is not None
+        return self.draft
 
     @property
     def target_outputs(self) -> tuple[Tensor, ...]:
-        """The target's outputs that it observes, other than the logits."""
+        """The target's outputs that it observes, except the logits."""
         return ()
 
     @property
@@ -94,23 +90,23 @@ class Method:
 
     @property
     def ranks(self) -> int:
-        """Tokens known at each depth, which the ranks of a tree count."""
+        """Number of candidates at each depth, of which a tree's ranks choose."""
         return 1
 
     @property
     def catch_up(self) -> int:
-        """T of a run in which its model drafts after a cache."""
+        """T of a run in which its model drafts, if it has a cache."""
         return CATCH_UP_TOKENS
 
     @property
     def call_widths(self) -> frozenset[int]:
-        """T of its model's calls on a device that drafts a token a call; empty if one call drafts all."""
+        """T of its model's calls on a device, if each call drafts one token; empty if one call drafts all."""
         return frozenset({self.catch_up})
 
     @property
     def reads_embeddings(self) -> bool:
-        """Whether it can propose after a prompt with embeddings; a model with a cache of its own reads tokens only."""
-        return not any(model.cache for model in self.models.values())
+        """Whether it can propose after a prompt with embeddings; a model with a cache reads tokens only."""
+        return self.draft is None or not self.draft.cache
 
     @classmethod
     def stores_weights(cls) -> bool:
@@ -124,18 +120,19 @@ class Method:
 
     @property
     def stored(self) -> frozenset[StoredAs]:
-        """How the matrices that it adds are stored."""
-        return frozenset(model.precision.weights for model in self.models.values())
+        """The types in which the matrices that it adds are stored."""
+        return frozenset() if self.draft is None else frozenset({self.draft.precision.weights})
 
     @property
     def drafted_stages(self) -> int:
-        """Number of outputs with draft tokens, one a level of the tree; 0 if one output has a row for each token."""
+        """Number of outputs with draft tokens, one a level of a tree; 0 if one output has a row for each token."""
         outputs = () if self.signature is None else self.signature.outputs
         return sum(output.startswith(f"{DRAFT_TOKENS}.") for output in outputs)
 
     def device_run(self, tree: TokenTree) -> tuple[int, int] | None:
-        """T and K of its model's run for a tree in a device's step, whose fill graph lays out branching trees; None if
-        the host proposes.
+        """T and K of the run in which its model drafts for a tree within a device's step; None if the host proposes.
+
+        A fill graph then fills branching trees with the drafted tokens.
         """
         return None
 
@@ -145,7 +142,7 @@ class Method:
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:
-        """What to build for a target, where the method may suit it."""
+        """Suggests what to build for a target; None if the method does not suit it."""
         return None
 
     # --- trees --------------------------------------------------------------------------------------------------------
@@ -158,26 +155,27 @@ class Method:
         return None
 
     def validate(self) -> str | None:
-        """What is wrong with a bundle's entry as a whole; None for nothing. Each tree has been validated."""
+        """Why a bundle's entry is invalid as a whole; None if it is valid. Each tree has been validated."""
         return None
 
     @property
     def extra_nodes(self) -> int:
-        """Nodes that each step verifies in addition to a tree."""
+        """Number of nodes that each step runs in addition to a tree."""
         return 0
 
     def widths(self) -> tuple[int, ...]:
-        """T of every step it may take, that of the default tree first."""
+        """T of every step that it may take, the default tree's first."""
         widths = [self.extra_nodes + len(tree) for tree in self.token_trees()]
         return (*widths, self.extra_nodes + 1) if self.extra_nodes else tuple(widths)
 
     def drafted_lengths(self) -> frozenset[int] | None:
-        """The K its model's graph was built for; None for any."""
+        """The values of K that its model's graph was built for; None for any."""
         return None
 
     def smaller_trees(self, target: Model) -> tuple[TokenTree, ...]:
-        """Trees that it can fill and that the target's graph verifies at every batch size, the largest first: its own,
-        and chains of its most probable tokens.
+        """The trees that it can fill and that the target's graph verifies at every batch size, the largest first.
+
+        They are its own trees, and chains of its most probable tokens.
         """
         trees = {len(tree): tree for tree in self.token_trees()}
         deepest = max(tree.depth for tree in trees.values())
@@ -190,8 +188,13 @@ class Method:
         return tuple(tree for _, tree in sorted(trees.items(), reverse=True))
 
     def memory(self, files: Mapping[str, int], rows: int) -> int:
-        """Bytes in addition to the target and its cache; ``rows`` is the cache size for the longest text."""
-        return sum(files[model.weights] + model.cache_row_bytes * rows for model in self.models.values())
+        """Bytes that it needs in addition to the target and its cache.
+
+        Args:
+            files: sizes of the bundle's files, by name.
+            rows: rows of a cache for the longest text.
+        """
+        return 0 if self.draft is None else files[self.draft.weights] + self.draft.cache_row_bytes * rows
 
 
 M = TypeVar("M", bound=Method)
@@ -203,7 +206,7 @@ def _trees(choices: tuple[Choices, ...]) -> tuple[TokenTree, ...]:
 
 
 def method_name(kind: type[Method | MethodOptions]) -> str:
-    """The name of a method by its type, or its options'."""
+    """The name of a method, from the type of its entry or of its options."""
     return str(kind.__struct_config__.tag)
 
 
@@ -214,7 +217,7 @@ def with_trees(method: M, trees: tuple[TokenTree, ...]) -> M:
 
 
 def with_draft(method: M, model: Model) -> M:
-    """The method with this model of its own."""
+    """The method with this model as its draft."""
     return _replaced(method, draft=model)
 
 
@@ -224,12 +227,12 @@ def _replaced(method: M, **changes: Any) -> M:
 
 
 def verified_widths(target: Model) -> set[int]:
-    """T of the steps in which a target computes logits of every token."""
+    """T of the steps in which a target computes the logits of every token."""
     return {point.tokens for point in target.graph.points if point.rows == point.tokens}
 
 
 def not_a_chain(tree: TokenTree) -> str | None:
-    """Why a tree is not a chain of most probable tokens (ranks 0); None if it is one."""
+    """Why a tree is not a chain of most probable tokens (ranks 0); None if it is such a chain."""
     chain = TokenTree.chain(len(tree))
     return f"the one of {len(tree) - 1} draft tokens is not a chain" if tree.choices != chain.choices else None
 
@@ -244,7 +247,7 @@ class RankedMethod(BuiltMethod, frozen=True, kw_only=True):
     """A method whose model knows several tokens at each depth.
 
     Attributes:
-        candidates: M, the tokens known at each depth, which ranks count; for a draft model also the support of q.
+        candidates: M, the number of tokens known at each depth; for a draft model also the support of q.
     """
 
     candidates: Size
@@ -259,7 +262,7 @@ class RankedMethod(BuiltMethod, frozen=True, kw_only=True):
 
 
 class DraftingMethod(RankedMethod, frozen=True, kw_only=True):
-    """A method with a model of its own, which the class names by its ``role``.
+    """A method with its own model, whose folder in the bundle is named by ``role``.
 
     Attributes:
         draft: the model; None until it is written.
@@ -269,19 +272,19 @@ class DraftingMethod(RankedMethod, frozen=True, kw_only=True):
 
 
 class TextMethod(MethodOptions, Method, frozen=True, kw_only=True):
-    """A method that only reads text and proposes chains, shorter ones where it finds less.
+    """A method that only reads text, and proposes chains that are shorter if it finds less.
 
-    It needs neither a graph nor files, so it works in every bundle; a build adds nothing to its options but trees.
+    It needs neither a graph nor files, so it works in every bundle. A build adds only trees to its options.
     """
 
     needs_graph: ClassVar[bool] = False
     suits: ClassVar[str] = ""
-    """When it pays, for ``specexport suggest``; empty to leave it out."""
+    """The texts for which it pays, for ``specexport suggest``; empty if it is not suggested."""
     default_sizes: ClassVar[tuple[int, ...]] = (8, 4, 2)
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:
-        """See :meth:`Method.suggest`; needs no flags, as every bundle has it."""
+        """See :meth:`Method.suggest`; no flags are needed, as every bundle has it."""
         sizes = ",".join(map(str, cls.default_sizes))
         return Suggestion(method_name(cls), f"chains of {sizes}", cls.suits, 3) if cls.suits else None
 
@@ -289,12 +292,12 @@ class TextMethod(MethodOptions, Method, frozen=True, kw_only=True):
         return not_a_chain(tree)
 
     def smaller_trees(self, target: Model) -> tuple[TokenTree, ...]:
-        """See :meth:`Method.smaller_trees`; it proposes no chains but its own trees."""
+        """See :meth:`Method.smaller_trees`; it proposes only its own trees."""
         return tuple(sorted(self.token_trees(), key=len, reverse=True))
 
 
 def for_bundle(method: TextMethod, target: Model) -> TextMethod:
-    """A method that needs no graph, for a bundle built without it: its chains that fit the target's steps."""
+    """A method for a bundle that was built without it, with the chains that fit the target's steps."""
     widest = max(verified_widths(target))
     chains = (TokenTree.chain(size + 1) for size in method.sizes or method.default_sizes)
     return with_trees(method, tuple(chain for chain in chains if len(chain) <= widest))

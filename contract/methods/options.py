@@ -1,4 +1,4 @@
-"""A user's options of a method, and the flag of ``specexport build`` that is short for it."""
+"""The options of methods, and the flags of ``specexport build`` that are short for them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from specexport.contract.shapes import Strict
 from specexport.contract.tree import MAX_NODES
 
 Choices = Annotated[tuple[tuple[Annotated[int, Meta(ge=0, lt=MAX_NODES)], ...], ...], Meta(max_length=MAX_NODES)]
-"""A token tree as Medusa choices: the ranks on the path from the root, for each node but the root."""
+"""A token tree as Medusa choices: for each node but the root, the ranks on the path to it."""
 DraftTokens = Annotated[int, Meta(ge=1, le=32)]
 DEFAULT_DRAFT_TOKENS = 4
-"""Chosen for CPUs, where every node of a step costs; ``specexport tune tree`` measures what a device can take."""
+"""Chosen for CPUs, where every node of a step costs time; ``specexport tune tree`` finds a device's best trees."""
 SourceKind = Literal["checkpoint", "folder"]
 """A model's folder or hub id, or a folder alone."""
 
@@ -26,10 +26,10 @@ class Flag:
 
     Attributes:
         name: such as ``--ngram``.
-        key: the key whose value it takes; None for a flag without a value.
+        key: the method's key that takes the flag's value; None for a flag without a value.
         metavar: the value's name in ``--help``.
-        const: the value if the flag is given without one; None if it needs one.
-        claims: flags of other methods that set keys of this method when both are given: the key of each.
+        const: the value of a flag without one; None if the flag needs a value.
+        claims: other methods' flags that, given together with this one, set keys of this method: the key of each.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Flag:
 
 
 class MethodOptions(Strict, frozen=True, kw_only=True, tag_field="method"):
-    """A user's options of a method: the keys of ``build --method``, of ``speculative_config`` and of a request.
+    """The options of a method: the keys of ``build --method``, of ``speculative_config`` and of a request.
 
     Attributes:
         num_speculative_tokens: draft tokens a step; of several the first is the default and requests may choose the
@@ -69,7 +69,7 @@ class MethodOptions(Strict, frozen=True, kw_only=True, tag_field="method"):
 
 
 class CheckpointOptions(MethodOptions, frozen=True, kw_only=True):
-    """Options of a method with a checkpoint of its own.
+    """Options of a method with its own checkpoint.
 
     Attributes:
         model: its folder or hub id.

@@ -1,4 +1,4 @@
-"""DFlash checkpoints in the layouts of ``z-lab`` and of the ``speculators`` library, and their export.
+"""Reads, writes and exports DFlash checkpoints in the layouts of ``z-lab`` and the ``speculators`` library.
 
 A folder holds ``config.json`` and safetensors: ``fc.weight``, ``hidden_norm.weight``, ``norm.weight`` and a Qwen3's
 decoder layers ``layers.{i}.*``; see :mod:`specexport.methods.hidden_states.checkpoint` for the rest. Embedding and head
@@ -69,7 +69,7 @@ class _Nested(_Drafting, kw_only=True):
 
 
 class _Config(_Drafting, kw_only=True):
-    """The fields read from ``config.json``, except those of all drafts; other keys are ignored."""
+    """The fields of ``config.json`` that are specific to DFlash; other keys are ignored."""
 
     dflash_config: _Nested | None = None
     aux_hidden_state_layer_ids: States | None = None
@@ -171,8 +171,8 @@ def save_dflash(
 ) -> None:
     """Writes a draft in z-lab's layout, without the embedding and head, which are the target's.
 
-    It has full attention and the target's whole vocabulary. ``states`` are the layer counts, each at least 1, after
-    which it reads the residual stream of the target's ``layers``.
+    It has full attention and the target's whole vocabulary. ``states`` are the numbers of layers, each at least 1,
+    after which it reads the residual stream of the target, which has ``layers`` layers.
     """
     layer = draft.config.to_dict()
     config = {
@@ -216,7 +216,7 @@ class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
     def reference_logits(
         self, draft: Checkpoint, text: list[int], states: torch.Tensor, drafted: list[int]
     ) -> Sequence[torch.Tensor]:
-        """See :class:`StatesDraftExporter`; recomputes the context's rows for every block."""
+        """See :class:`StatesDraftExporter`; recomputes the context's rows."""
         model: DFlashDraft = draft.model
         empty = torch.zeros(1, model.config.num_key_value_heads, 0, model.config.head_dim)
         past, count = torch.zeros(1).long(), torch.tensor([len(drafted) + 1])

@@ -30,11 +30,11 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSettings:
-    """How a draft drafts a block.
+    """The settings of a draft's blocks.
 
     Attributes:
-        block_size: tokens of the longest block, including its root.
-        mask_token: placeholder for a token to draft.
+        block_size: number of tokens of the longest block, including its root.
+        mask_token: the token that marks a position to draft.
         causal: for each layer, whether a block's row sees only itself and the rows before it.
         embedding_scale: factor of the embeddings.
         logit_scale: factor of the logits.
@@ -54,12 +54,12 @@ class DFlashDraft(torch.nn.Module):
 
     Args:
         config: the layers' Qwen3 configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
-        settings: of its blocks.
+        settings: the settings of its blocks.
         states_width: width of the target's states that it reads, all layers concatenated.
         draft_vocab: number of tokens that it may propose.
 
     Attributes:
-        target_ids: int64 ``[draft_vocab]``, the target's ids of the tokens it may propose; None if ids are the same.
+        target_ids: int64 ``[draft_vocab]``, the target's ids of these tokens; None if ids are the same.
     """
 
     target_ids: torch.Tensor | None
@@ -93,13 +93,13 @@ class DFlashDraft(torch.nn.Module):
     def forward(
         self, block: torch.Tensor, context: torch.Tensor, block_positions: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Runs the rows of blocks under the active lowering.
+        """Computes the rows of blocks under the active lowering.
 
         Args:
             block: int64 ``[B,R]``, see :meth:`block`.
-            context: ``[B,T,H]``, see :meth:`context`; rows not yet in the cache.
-            block_positions: int64 ``[B,R]``.
-            positions: int64 ``[B,T+R]``, of the context and then of the block.
+            context: ``[B,T,H]``, see :meth:`context`; the rows that are not in the cache yet.
+            block_positions: int64 ``[B,R]``, the positions of the block.
+            positions: int64 ``[B,T+R]``, the positions of the context, then of the block.
 
         Returns:
             The input of :meth:`logits`, ``[B,R,H]``.
@@ -127,7 +127,7 @@ class DFlashDraft(torch.nn.Module):
 def _attended(
     attention: Any, hidden: torch.Tensor, context: torch.Tensor, block_rotary: Rotary, all_rotary: Rotary
 ) -> torch.Tensor:
-    """Attention of a block's rows over the context and the block, with a single product for keys and one for values."""
+    """Attention of a block's rows over the context and the block, with one product for keys and one for values."""
     batch, rows, _ = hidden.shape
     heads = (batch, -1, attention.head_dim)
     both = torch.cat([context, hidden], 1)
@@ -144,7 +144,7 @@ def _attended(
 
 
 class EachLayer:
-    """A lowering that delegates to a separate lowering for each layer."""
+    """A lowering that delegates to another lowering for each layer."""
 
     def __init__(self, layers: list[TwoPartLowering]) -> None:
         self._layers = layers
@@ -169,13 +169,13 @@ def block_lowering(
     """The attention of blocks over the caches, T new rows of the context and the block's own rows.
 
     Args:
-        causal: per layer, whether a row of a block sees only itself and the rows before it.
-        past: caches.
+        causal: see :class:`BlockSettings`.
+        past: the caches.
         past_length: int64 ``[B]``; see :class:`DFlashModule` for this and the following.
         last_row: int64 ``[B]``.
         block_rows: int64 ``[B]``.
-        T: new rows of the context.
-        rows: rows of each block, including padding.
+        T: number of new rows of the context.
+        rows: number of rows of each block, including padding.
 
     Returns:
         The lowering, and the positions of the blocks and of all new rows, as :class:`DFlashDraft` takes them.
@@ -197,7 +197,7 @@ def each_layer(
     later: torch.Tensor,
     positions: torch.Tensor,
 ) -> EachLayer:
-    """A lowering per layer, see :class:`~specexport.graphs.attention.TwoPartLowering`.
+    """A :class:`~specexport.graphs.attention.TwoPartLowering` for each layer.
 
     In ``causal`` layers, rows do not see ``later`` ones, bool ``[T,F]``.
     """
@@ -209,7 +209,7 @@ def each_layer(
 
 
 class DFlashModule(torch.nn.Module):
-    """The propose graph: computes context rows for the cache and a block after them, in one pass."""
+    """The propose graph: one pass computes context rows for the cache, and a block after them."""
 
     def __init__(self, draft: DFlashDraft, kind: LoweredAs) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class DFlashModule(torch.nn.Module):
         token, ids, probs = draw_candidate(logits, uniform, *(parameter[:, None] for parameter in sampling))
         if self.model.target_ids is not None:
             token, ids = self.model.target_ids[token], self.model.target_ids[ids]
-        # As many rows as other drafts return; those after the context's are the block's and are discarded.
+        # As many rows as other drafts return; the block's rows, after the context's, are discarded.
         returned = [new[:, :, : T + rows - 2] for new in flat(active.returned)]
         if self.kind == "native":
             returned = [tensor_scatter(cache, new, past_length) for cache, new in zip(past, returned, strict=True)]

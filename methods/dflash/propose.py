@@ -1,4 +1,4 @@
-"""DFlash: a draft that proposes a whole block of tokens in one call."""
+"""Proposes with a DFlash draft, which drafts a whole block of tokens in one call."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from specexport.runtime.proposal import Opening, SlotView
 
 
 class DFlashProposer(StatesProposer):
-    """Fills a tree with the candidates of a block's rows, a row for each depth.
+    """Fills a tree with the candidates of a block's rows, one for each depth.
 
     A row's q does not depend on the tokens drafted before it, so all nodes of a depth may have the same children, and
     acceptance remains exact. One call computes the context rows of the accepted tokens and the rows of the block.
     """
 
-    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+    def write_inputs(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         """See :class:`StatesProposer`; each block is as long as its tree requires, whatever the rest of the batch."""
-        slots = super().ask(views, tokens, drafts)
+        slots = super().write_inputs(views, tokens, drafts)
         inputs = self.graph.inputs(RunShape(tokens, drafts=drafts, slots=slots))
         for view in views:
             inputs[tensors.BLOCK_ROWS][view.slot - slots.start] = view.tree.depth + 1

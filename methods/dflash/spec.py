@@ -74,7 +74,7 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
 
 
 def block_inputs(states: Dim) -> tuple[Tensor, ...]:
-    """Inputs of the propose graph except the sampling parameters; ``states`` is the width of the target's states."""
+    """The propose graph's inputs but the sampling parameters; ``states`` is the width of the target's states."""
     return (
         tensors.INPUT_IDS.shaped("B", 1),
         tensors.LAYER_STATES.sized(H=states),

@@ -19,14 +19,14 @@ from specexport.training.predictions import Losses, summed_loss
 from specexport.training.run import TrainingModel, load_target, open_run
 
 _AT_ONCE = 32
-"""Number of a window's blocks that are evaluated together."""
+"""Number of a window's blocks that run together."""
 
 
 def train_dflash(options: DFlashTraining, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it in z-lab's layout, without the embedding and head, which are the target's.
 
     The record has ``accuracy``, for each drafted position the share of tokens that were the draft's candidate of each
-    rank, and ``acceptance_length`` of a chain.
+    rank, and a chain's ``acceptance_length``.
     """
     target = load_target(options)
     default = DFlashOutline.default_states(options.layers, target.layers)
@@ -56,7 +56,7 @@ def train_dflash(options: DFlashTraining, log: Log) -> dict[str, Any]:
 
 
 def new_draft(options: DFlashTraining, target: TrainingModel, states: tuple[int, ...]) -> DFlashDraft:
-    """A draft with the attention heads of a target, drawn from torch's global generator.
+    """A new draft with the attention heads of a target, initialized from torch's global generator.
 
     Its embedding and head are the target's and are not trained.
 
@@ -77,7 +77,7 @@ def new_draft(options: DFlashTraining, target: TrainingModel, states: tuple[int,
 
 
 def random_anchors(batch: Windows, count: int, seed: int, number: int) -> torch.Tensor:
-    """Random anchors, the last context tokens of a window's blocks, int64 ``[B,A]``, seeded by the batch's number."""
+    """Draws anchors, the last context tokens of a window's blocks, int64 ``[B,A]``, seeded by the batch's number."""
     learnt = batch.learnt_from(2).cpu()  # the tokens after the root
     drawn = torch.rand(learnt.shape, generator=seeded(seed, number)) + learnt
     return drawn.topk(min(count, learnt.shape[1])).indices.sort().values.to(batch.ids.device)

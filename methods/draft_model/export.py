@@ -1,4 +1,4 @@
-"""Export of draft models: their checks, the propose graph, and its comparison with the model."""
+"""Exports draft models: checks them, writes the propose graph, and compares it with the model."""
 
 from __future__ import annotations
 
@@ -47,17 +47,16 @@ class DraftModelExporter(MethodExporter[DraftModelOptions, DraftModel]):
         return msgspec.structs.replace(method, candidates=min(MAX_CANDIDATES, vocab), draft=model, model=model.source)
 
     def compare(self, method: DraftModel, run: Verification) -> tuple[str, Agreement] | None:
-        (draft,) = method.models.values()
-        vocab = vocabulary(run.bundle.manifest, draft)
+        vocab = vocabulary(run.bundle.manifest, method.written_draft)
         return compare_chain(method, run, run.source(method), run.texts, vocab)
 
 
 _OTHERS = {"eagle3": "--eagle3", "dflash": "--dflash", "medusa": "--medusa", "mlpspeculator": "--mlp-speculator"}
-"""What the architecture of another method's checkpoint contains, and the flag for it."""
+"""Words in the architectures of other methods' checkpoints, and the flags for these."""
 
 
 def require_tokenizer(source: str, tokenizer: Tokenizer) -> None:
-    """Refuses what another method drafts with, and a draft whose tokenizer differs from the target's."""
+    """Refuses another method's checkpoint, and a draft whose tokenizer differs from the target's."""
     path = locate(source)
     config = read_object(path / CONFIG) if (path / CONFIG).is_file() else {}
     kinds = [config.get(key) for key in ("architectures", "model_type", "speculators_model_type")]
@@ -72,7 +71,7 @@ def require_tokenizer(source: str, tokenizer: Tokenizer) -> None:
 
 
 def require_length(source: str, max_seq_len: int) -> None:
-    """Refuses a draft that was made for shorter texts, by its configuration: before the target is written."""
+    """Refuses a draft whose configuration is for shorter texts, before the target is written."""
     positions = getattr(read_model_config(locate(source)), "max_position_embeddings", None)
     if isinstance(positions, int):
         _require_positions(source, positions, max_seq_len)
@@ -87,7 +86,7 @@ def _require_positions(source: str, positions: int, max_seq_len: int) -> None:
 
 
 def load_draft(source: str, build: Build) -> Checkpoint:
-    """Loads a draft and checks that our lowering computes the same.
+    """Loads a draft, and checks that our lowering computes the same logits.
 
     Raises:
         BuildError: it supports only shorter texts, or cannot be lowered.
@@ -108,7 +107,7 @@ def load_draft(source: str, build: Build) -> Checkpoint:
 def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build: Build) -> Model:
     """Traces a pass of a draft, puts it into a loop, and writes it; only the first ``vocab`` tokens are proposed."""
     lowering, points = build.options.lowering, build.plan.propose_points(method)
-    # At the next call the text is at least one token longer; even if it is not, nothing is read twice.
+    # Enough even if the text has not grown before the next call, so that no token is read twice.
     back = max(point.drafts for point in points) + 1
     layers = with_rows(list(draft.states.values()), back, back)
     states = dict(zip(draft.states, layers, strict=True))
@@ -132,7 +131,7 @@ def compare_chain(
     ``vocab`` is the number of tokens that may be proposed, ``layers`` how many of the model's first layers draft; None
     for all. See :meth:`MethodExporter.compare`.
     """
-    (draft,) = method.models.values()
+    draft = method.written_draft
     drafts = run.drafted(method, texts)
     if not drafts:
         return None

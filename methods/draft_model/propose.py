@@ -1,4 +1,4 @@
-"""A smaller model drafts a chain; a tree adds other likely tokens beside each token of the chain."""
+"""Proposes with a smaller model: it drafts a chain, and a tree adds other likely tokens beside the chain's."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ from specexport.methods.draft_model.spec import ChainDraft
 from specexport.runtime.backend import Array, Graph, RunShape, write_sampling
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import DeviceDraft, Ints, Opening, Proposal, SlotView, drawn, fill, most_probable_tree
-from specexport.runtime.reader import Reader, ReadingProposer
+from specexport.runtime.reader import ReadingProposer
 
 Dynamic = Literal["spine", "any"]
-"""Which nodes of a dynamic tree may have children: only those of a chain, or any."""
+"""The nodes of a dynamic tree that may have children: only the drafted chain's, or any."""
 _TOGETHER = 8
-"""Maximum number of unread tokens per slot that a run of several slots reads while drafting."""
+"""Most unread tokens per slot that a run of several slots reads while it drafts."""
 
 
 class DraftModelProposer(ReadingProposer):
     """A smaller model drafts a chain of tokens in one graph call.
 
-    Its cache holds rows for input tokens and for drafts, all committed at once. Rows of accepted drafts stay valid and
-    the others are overwritten; a comparison with the slot's tokens tells them apart.
+    Its cache holds rows of the text and of draft tokens, all committed after the run. Rows of accepted draft tokens
+    stay valid, others are overwritten; a comparison with the slot's tokens tells them apart.
     """
 
     def __init__(self, graph: Graph, manifest: Manifest) -> None:
-        self.graph = graph
-        self._chunk = manifest.prefill_chunk
+        super().__init__(graph, manifest.prefill_chunk)
         self.reads_along = self._chunk if graph.any_width else CATCH_UP_TOKENS
-        super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
 
     @property
     def device_draft(self) -> DeviceDraft:
@@ -43,11 +41,11 @@ class DraftModelProposer(ReadingProposer):
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; leaves out texts of one token.
 
-        It also leaves out slots in which the draft lags far behind, as after plain steps, and reads a chunk of one.
+        It also leaves out slots whose draft lags far behind, as after plain steps, and reads a chunk in one of these.
         """
         # A run is as wide as its slot with the most unread tokens.
         limit = self.reads_along if len(views) == 1 else min(self.reads_along, _TOGETHER)
-        waiting = self._reader.catch_up({view.slot: view.tokens[:-limit] for view in views})
+        waiting = self._catch_up({view.slot: view.tokens[:-limit] for view in views})
         pending = [view for view in views if len(view.tokens) >= CATCH_UP_TOKENS and view.slot not in waiting]
         proposals: dict[int, Proposal] = {}
         while pending:  # runs once, unless a text is shorter than the unread part of another
@@ -57,17 +55,17 @@ class DraftModelProposer(ReadingProposer):
         return proposals
 
     def _width(self, views: Sequence[SlotView]) -> int:
-        """T of a run that reads all unread tokens: a power of 2, which limits the number of shapes."""
+        """T of a run that reads all unread tokens: a power of 2 if possible, so that there are few shapes."""
         missing = max(map(self._missing, views))
         rounded = min(1 << (missing - 1).bit_length(), self.reads_along)
         return rounded if all(len(view.tokens) >= rounded for view in views) else missing
 
     def _missing(self, view: SlotView) -> int:
-        return len(view.tokens) - self._reader.known(view.slot, view.tokens[:-CATCH_UP_TOKENS])
+        return len(view.tokens) - self._known(view.slot, view.tokens[:-CATCH_UP_TOKENS])
 
     def _draft(self, ready: Sequence[SlotView], T: int) -> dict[int, Proposal]:
         K = max(view.tree.depth for view in ready)
-        slots = self.ask(ready, T, K)
+        slots = self.write_inputs(ready, T, K)
         outputs = self.graph.run(RunShape(T, drafts=K, slots=slots))
         proposals = {}
         for view in ready:
@@ -78,10 +76,10 @@ class DraftModelProposer(ReadingProposer):
         return proposals
 
     def is_ready(self, view: SlotView) -> bool:
-        """Whether the draft has read enough of a text to draft with one call."""
+        """See :class:`DeviceDraft`; whether one run can read all unread tokens."""
         return self._missing(view) == CATCH_UP_TOKENS
 
-    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+    def write_inputs(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         slots = window([view.slot for view in views], self.graph.sizes)
         shape = RunShape(tokens, drafts=drafts, slots=slots)
         inputs = self.graph.prepare(shape, max(len(view.tokens) for view in views) + drafts - 1)
@@ -98,19 +96,19 @@ class DraftModelProposer(ReadingProposer):
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
         return chain_rows(tree)
 
-    def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
-        """Keeps a run's rows: of the text, and of drafted tokens that were inputs."""
+    def commit(self, view: SlotView, drafted: Sequence[int]) -> None:
+        """See :class:`DeviceDraft`; ``drafted`` are the accepted tokens that were inputs of the run."""
         self._keep(view, CATCH_UP_TOKENS, drafted)
 
     def _keep(self, view: SlotView, T: int, drafted: Sequence[int]) -> None:
         self.graph.commit(view.slot, len(view.tokens) - T, range(T + len(drafted)))
-        self._reader.note(view.slot, [*view.tokens, *drafted])
+        self._texts[view.slot] = [*view.tokens, *drafted]
 
     def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
-        """See :class:`Proposer`; reads all tokens except the last two."""
-        return self._reader.read(view.slot, view.tokens[: -max(CATCH_UP_TOKENS, max_deferred)])
+        """See :class:`Proposer`; leaves at least the last two tokens."""
+        return self._read(view.slot, view.tokens[: -max(CATCH_UP_TOKENS, max_deferred)])
 
-    def _read(self, slot: int, tokens: list[int], past: int) -> None:
+    def _read_chunk(self, slot: int, tokens: list[int], past: int) -> None:
         T = self.graph.chunk(self._chunk, len(tokens))
         shape = RunShape(T, drafts=1, slots=range(slot, slot + 1))
         inputs = self.graph.prepare(shape, past + T)
@@ -124,13 +122,13 @@ class DraftModelProposer(ReadingProposer):
 
 
 def write_drafting(inputs: Mapping[str, Array], at: int, view: SlotView, probabilities: bool = False) -> None:
-    """Writes what a slot's draft draws by.
+    """Writes the sampling parameters and noise with which a slot's draft draws tokens.
 
-    ``probabilities``: whether q is wanted of greedy requests too, though they draw nothing.
+    ``probabilities`` says that q is needed even for greedy requests, which draw nothing.
     """
     if not view.params.greedy:
         write_sampling(inputs, at, view.params)
-        # As much noise as its tree needs, so that results of a seed do not depend on the rest of the batch.
+        # Only as much noise as the tree needs, so that results of a seed do not depend on the rest of the batch.
         inputs[tensors.UNIFORM][at, : view.tree.depth] = view.random.random(view.tree.depth, np.float32)
     elif probabilities:
         # Without noise the most probable token is drawn; top-k of 1 would hide the other probabilities.
@@ -141,16 +139,16 @@ def write_drafting(inputs: Mapping[str, Array], at: int, view: SlotView, probabi
 
 
 def chain_rows(tree: TokenTree) -> Ints:
-    """For each node except the root, the row of a drafted chain with its q: its depth - 1, int64 ``[N-1]``."""
+    """For each node but the root, the row of a drafted chain that holds its q: its depth - 1, int64 ``[N-1]``."""
     rows: Ints = tree.depths[1:] - 1
     return rows
 
 
 def chain_proposal(view: SlotView, outputs: Mapping[str, Array], at: int, dynamic: Dynamic | None = None) -> Proposal:
-    """The proposal of a propose graph's outputs for the slot at index ``at`` of the window.
+    """The proposal from a propose graph's outputs, for the slot at index ``at`` of the window.
 
-    Nodes beside the drafted chain get other likely tokens. A dynamic tree chooses its nodes anew in each step: with
-    "any", by q alone, independently of the drawn tokens; with "spine", only nodes of the chain have children. See
+    Nodes beside the drafted chain get other likely tokens. The nodes of a dynamic tree are chosen anew in each step:
+    with "any" by q, independently of the drawn tokens; with "spine" only nodes of the chain have children. See
     docs/trees.md.
     """
     tree = view.tree

@@ -8,22 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from specexport.contract.errors import TrainError
 from specexport.contract.methods.advice import SMALLER, Suggestion, TargetProfile
 from specexport.contract.methods.base import DraftingMethod
-from specexport.contract.methods.options import (
-    DEFAULT_DRAFT_TOKENS,
-    CheckpointOptions,
-    Flag,
-    MethodOptions,
-    SourceKind,
-)
+from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, CheckpointOptions, Flag, MethodOptions, SourceKind
 from specexport.contract.signature import GraphSignature, propose_signature
 from specexport.contract.tree import TokenTree
-from specexport.training.options import (
-    Divergence,
-    DraftRunOptions,
-    Report,
-    Training,
-    draft_option,
-)
+from specexport.training.options import Divergence, DraftRunOptions, Report, Training, draft_option
 
 _GPU_DRAFT_TOKENS = 5
 

@@ -30,7 +30,7 @@ _REPORTED_DEPTH = 4
 def train_draft(options: DraftTraining, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it as a Hugging Face folder.
 
-    ``acceptance`` in the record has the mean tokens a step for one to six draft tokens, before and after training.
+    ``acceptance`` in the record holds the acceptance lengths for one to six draft tokens, before and after training.
     """
     target = load_target(options)
     torch.manual_seed(options.seed)

@@ -1,4 +1,4 @@
-"""EAGLE-3 checkpoints in the layouts of ``SafeAILab/EAGLE`` and of the ``speculators`` library, and their export.
+"""Reads, writes and exports EAGLE-3 checkpoints in the layouts of ``SafeAILab/EAGLE`` and the ``speculators`` library.
 
 A folder holds ``config.json`` and safetensors: ``fc.weight``, ``norm.weight``, ``lm_head.weight`` and a decoder layer,
 ``midlayer.*`` or ``layers.0.*``, with ``hidden_norm.weight`` and projections of twice the width.
@@ -51,7 +51,7 @@ class _Nested(_Switches, kw_only=True):
 
 
 class _Config(_Switches, kw_only=True):
-    """The fields read from ``config.json``, except those of all drafts; other keys are ignored."""
+    """The fields of ``config.json`` that are specific to EAGLE-3; other keys are ignored."""
 
     eagle_config: _Nested | None = None
     norm_before_residual: bool = False
@@ -63,7 +63,7 @@ class Eagle3Outline(CheckpointOutline):
     """An EAGLE-3 checkpoint's configuration.
 
     Attributes:
-        switches: of :class:`~specexport.methods.eagle3.graph.Eagle3Draft`.
+        switches: keyword arguments of :class:`~specexport.methods.eagle3.graph.Eagle3Draft`.
     """
 
     switches: dict[str, bool]
@@ -124,8 +124,8 @@ def save_eagle3(
 ) -> None:
     """Writes a draft of one Llama layer, with all switches off, in EAGLE's layout, without the target's embedding.
 
-    ``states`` are the layer counts after which it reads the target's residual stream; ``tied`` leaves out the head too,
-    because it is the target's.
+    ``states`` are the numbers of layers after which it reads the target's residual stream; ``tied`` leaves out the head
+    too, as it is the target's.
     """
     layer = draft.config
     config: dict[str, Any] = {

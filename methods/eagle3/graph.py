@@ -29,7 +29,7 @@ class Eagle3Draft(OwnStateModule):
     Args:
         config: the layers' configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
         target_hidden: the target's hidden size.
-        states: number of the target's layers it reads.
+        states: number of the target's states that it reads.
         draft_vocab: number of tokens that it may propose.
         norm_before_residual: whether the first layer's residual is the normed state.
         norm_before_fc: whether there is one norm over all of the target's states (``input_norm``).
@@ -84,7 +84,7 @@ class Eagle3Draft(OwnStateModule):
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Token ids beyond the embedding, which only the target has, are read as its last one.
+        # Token ids beyond the embedding, which only the target has, are read as the last one.
         embedded = self.embed_tokens(input_ids.clamp(max=self.embed_tokens.num_embeddings - 1))
         rotary, cache = self.rotary_emb(embedded, position_ids), PassThroughCache(len(self.layers))
         first: Any = self.layers[0]

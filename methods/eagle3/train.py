@@ -25,8 +25,8 @@ from specexport.training.run import TrainingModel, load_target, open_run
 def train_eagle3(options: Eagle3Training, log: Log) -> dict[str, Any]:
     """Trains a draft and writes it in EAGLE's layout, without the embedding, which is the target's.
 
-    The record has ``accuracy``, for each drafted position after correct drafts the share of tokens that were the
-    draft's candidate of each rank, and ``acceptance_length`` of a chain.
+    The record has ``accuracy``, for each drafted position after correct draft tokens the share of tokens that were the
+    draft's candidate of each rank, and a chain's ``acceptance_length``.
     """
     target = load_target(options)
     initial = None if options.draft is None else initial_draft(options, target)
@@ -53,10 +53,10 @@ def train_eagle3(options: Eagle3Training, log: Log) -> dict[str, Any]:
 
 
 def new_draft(options: Eagle3Training, target: TrainingModel, states: tuple[int, ...], windows: Windows) -> Eagle3Draft:
-    """A draft with the attention heads of a target, drawn from torch's global generator.
+    """A new draft with the attention heads of a target, initialized from torch's global generator.
 
-    Its embedding is the target's and is not trained. Its head is initialized with the target's, or fixed to it. A
-    smaller vocabulary consists of the most frequent tokens to learn in the windows.
+    Its embedding is the target's and is not trained. Its head begins as the target's, or stays the target's. A smaller
+    vocabulary consists of the tokens to learn that are most frequent in the windows.
 
     Raises:
         TrainError: the target's embedding and head differ in size.
@@ -77,7 +77,7 @@ def new_draft(options: Eagle3Training, target: TrainingModel, states: tuple[int,
 
 
 def initial_draft(options: Eagle3Training, target: TrainingModel) -> tuple[Eagle3Draft, tuple[int, ...]]:
-    """The draft to start from, and the layer counts after which it reads the target's states.
+    """The draft to start from, and the numbers of layers after which it reads the target's states.
 
     A narrower MLP keeps the units whose three weight rows have the largest product of norms.
 
@@ -151,7 +151,7 @@ def draft_losses(draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch:
 
 
 class _TrainingTimeTest:
-    """Attention of a row for each token and then, call by call, of the rows that continue from each of them.
+    """Attention in the training-time test: a row for each token, then in each call the rows that continue from them.
 
     Row t of call s attends to rows 0 to t of the first call, and to row t of each later call up to s.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of EAGLE-3, DFlash and MTP drafts.
+"""Reads checkpoints of EAGLE-3, DFlash and MTP drafts.
 
 A folder holds ``config.json``, which describes decoder layers, and safetensors. A draft with a smaller vocabulary than
 the target's has ``d2t``, each token's offset to its id in the target, and may have ``t2d``, a mask of the target's
@@ -39,13 +39,13 @@ CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 D2T, T2D, EMBEDDING, HEAD = "d2t", "t2d", "embed_tokens.weight", "lm_head.weight"
 _MAX_LAYERS = 16
 _IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
-"""Suffixes of names to ignore: leftovers of training, and tensors that follow from the configuration."""
+"""Suffixes of tensors to ignore: leftovers of training, and tensors that follow from the configuration."""
 
 States = Annotated[list[Annotated[int, Meta(ge=0, le=4096)]], Meta(max_length=MAX_STATES)]
 
 
 class Layer(msgspec.Struct, kw_only=True):
-    """The fields read from the configuration of Llama or Qwen3 layers."""
+    """The fields that are read from the configuration of Llama or Qwen3 layers."""
 
     hidden_size: Size
     intermediate_size: Size
@@ -81,7 +81,7 @@ class _Config(msgspec.Struct, kw_only=True):
 
 
 def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool, dict[str, Any]]:
-    """Reads the configuration of a draft in a checkpoint of its own.
+    """Reads the configuration of a draft in its own checkpoint.
 
     Args:
         source: folder or hub id.
@@ -89,7 +89,7 @@ def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool,
         description: the kind of draft, for error messages.
 
     Returns:
-        The configuration of the layers, whether it has the layout of the ``speculators`` library, and the fields of
+        The configuration of the layers; whether it has the layout of the ``speculators`` library; and the fields of
         :class:`CheckpointOutline` that all such drafts share.
 
     Raises:
@@ -122,6 +122,7 @@ class DraftOutline(ABC):
         layer: transformers' configuration of the layers.
         vocab: vocabulary size of the target that it was trained for.
         draft_vocab: number of tokens that it may propose.
+        target_hidden: hidden size of the target that it was trained for.
     """
 
     path: Path
@@ -138,7 +139,7 @@ class DraftOutline(ABC):
 
     @abstractmethod
     def seen(self, layers: int) -> tuple[int, ...]:
-        """The layer counts after which it reads the residual stream of a target with ``layers`` layers.
+        """The numbers of layers after which it reads the residual stream of a target with ``layers`` layers.
 
         Raises:
             BuildError: the target has too few layers.
@@ -150,7 +151,7 @@ class DraftOutline(ABC):
 
     @property
     def prefixes(self) -> Mapping[str, str]:
-        """Prefixes of stored names, and the corresponding prefixes in the draft's modules."""
+        """Prefixes of stored names, with the corresponding prefixes in the draft's modules."""
         return {}
 
     @abstractmethod
@@ -163,7 +164,7 @@ class DraftOutline(ABC):
 
     @abstractmethod
     def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
-        """Checks a draft against a target's hidden size, vocabulary and layers, by the headers of its files.
+        """Checks a draft, by its files' headers, against a target's hidden size, vocabulary and number of layers.
 
         Raises:
             BuildError: a tensor is missing, unknown, or of another shape or type, or the draft was trained for another
@@ -230,9 +231,9 @@ class DraftOutline(ABC):
     def _fill(
         self, draft: Any, stored: Mapping[str, StoredTensor], target: Path, positions: int, *, tied: bool = False
     ) -> Any:
-        """Loads the weights of a draft on torch's meta device; see :meth:`load`.
+        """Loads the weights of a draft that is on torch's meta device; see :meth:`load`.
 
-        The draft has ``embed_tokens``, ``lm_head``, ``rotary_emb`` and ``target_ids``; with ``tied`` its head consists
+        The draft has ``embed_tokens``, ``lm_head``, ``rotary_emb`` and ``target_ids``. With ``tied`` its head consists
         of rows of its embedding.
         """
         ids = self._target_ids(stored)
@@ -243,7 +244,7 @@ class DraftOutline(ABC):
             rows = state[EMBEDDING] if tied else self._table(target, HEAD)
             state[HEAD] = rows if ids is None else rows[ids]
         draft.load_state_dict(state, assign=True)
-        # Its buffers are computed, not stored, so it must be recreated off the meta device.
+        # Recreated off the meta device, as its buffers are computed rather than stored.
         draft.rotary_emb = type(draft.rotary_emb)(self.layer)
         draft.target_ids = ids
         freeze_frequencies(draft, positions)
@@ -266,7 +267,7 @@ class CheckpointOutline(DraftOutline):
     """The configuration of a draft in a separate checkpoint.
 
     Attributes:
-        states: the layer counts after which it reads the target's residual stream; None for the default.
+        states: the numbers of layers after which it reads the target's residual stream; None for the default.
         tied: whether its head consists of rows of its embedding.
     """
 
@@ -274,7 +275,7 @@ class CheckpointOutline(DraftOutline):
     tied: bool
 
     what: ClassVar[str]
-    """The expected kind of draft for error messages, with example tensor names."""
+    """The expected kind of draft, for error messages, with examples of tensors' names."""
     keys: ClassVar[str]
     """The configuration fields that ``states`` comes from."""
 
@@ -329,7 +330,7 @@ class CheckpointOutline(DraftOutline):
 def layer_config(
     path: Path, layer: Layer, kinds: AbstractSet[str] = CONFIGS.keys(), built_as: str | None = None
 ) -> Any:
-    """Converts the configuration of layers to transformers' own.
+    """Converts the configuration of layers to transformers' configuration.
 
     ``kinds`` are the supported values of ``model_type``; ``built_as`` is used instead of the file's.
 

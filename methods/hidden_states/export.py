@@ -1,4 +1,4 @@
-"""Exports drafts over the target's states, including those that also read their own state."""
+"""Exports drafts over the target's states, with or without a state of the draft."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ O = TypeVar("O", bound=OwnStateDraft)
 
 
 class StatesDraftExporter(MethodExporter[P, S]):
-    """Exports a draft whose rows are computed from states between the target's layers."""
+    """Exports a draft that computes its rows from states between the target's layers."""
 
     def source(self, method: P | S, target: str) -> str:
         """The folder or hub id of the draft."""
@@ -60,14 +60,14 @@ class StatesDraftExporter(MethodExporter[P, S]):
         Args:
             draft: the draft as a model.
             text: N tokens.
-            states: the target's states at all of them except the last, ``[1,N-1,n*H]``.
-            drafted: the tokens drafted after the text.
+            states: the target's states at all tokens but the last, ``[1,N-1,n*H]``.
+            drafted: the tokens that were drafted after the text.
         """
 
     # --- the build ----------------------------------------------------------------------------------------------------
     @abstractmethod
     def method_for(self, options: P, outline: Any, **fields: Any) -> S:
-        """The method for these options and this checkpoint; ``fields`` are common to all such drafts."""
+        """The method with these options and this checkpoint; ``fields`` are those that all such drafts share."""
 
     def resolve(self, options: P, target: TargetInfo) -> S:
         outline = self.read(self.source(options, str(target.path)))
@@ -110,8 +110,8 @@ class StatesDraftExporter(MethodExporter[P, S]):
 
     # --- verify -------------------------------------------------------------------------------------------------------
     def compare(self, method: S, run: Verification) -> tuple[str, Agreement] | None:
-        """See :class:`MethodExporter`; each token must be the draft's choice when it runs over the whole text."""
-        manifest, (model,) = run.bundle.manifest, method.models.values()
+        """See :class:`MethodExporter`; each token must be the original draft's choice when it reads the whole text."""
+        manifest, model = run.bundle.manifest, method.written_draft
         target = run.source(None)
         source = run.source(method) if method.sources else target
         recorded = run.recorded(method)
@@ -161,7 +161,7 @@ class OwnStateExporter(StatesDraftExporter[P, O]):
 def trace_own_state(
     draft: OwnStateModule, shapes: Sequence[CacheLayer], lowering: LoweredAs
 ) -> tuple[ir.Model, ir.Model]:
-    """Traces the computation of the first pass's inputs, and one pass as the loop's body.
+    """Traces the computation of the first pass's inputs, and a pass as the loop's body.
 
     See :class:`~specexport.methods.hidden_states.graph.OwnStatePass`.
     """

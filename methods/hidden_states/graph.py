@@ -1,4 +1,4 @@
-"""Drafts that read the target's states, and their own state at tokens that the target has not read yet.
+"""Modules of drafts that read the target's states, and their own state at tokens that the target has not read yet.
 
 Each row of such a draft belongs to a token of the text and has two inputs: the target's states at that token, and the
 embedding of the next token. It predicts the token after that.
@@ -43,19 +43,19 @@ class OwnStateModule(torch.nn.Module, ABC):
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs rows under the active lowering.
+        """Computes rows under the active lowering.
 
         Args:
-            input_ids: int64 ``[B,T]``, the token after each row's own.
-            hidden: ``[B,T,H]``, :meth:`fuse` states, or the state returned for the previous row.
+            input_ids: int64 ``[B,T]``, the token after each row's token.
+            hidden: ``[B,T,H]``, fused states, or the state returned for the row before.
             position_ids: int64 ``[B,T]``.
 
         Returns:
-            States that later rows may read instead of fused ones, and the input of ``lm_head``, ``[B,T,H]`` each.
+            States that later rows may read instead of fused states, and the input of ``lm_head``, ``[B,T,H]`` each.
         """
 
     def cache(self) -> tuple[CacheLayer, ...]:
-        """The cache of each layer, from a run over two rows: heads, and sizes of keys and values."""
+        """The cache of each layer, as a run over two rows shows it."""
         probe, weight = Probe(), self.lm_head.weight
         ids = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)
         with torch.no_grad(), lowering(probe):
@@ -64,7 +64,7 @@ class OwnStateModule(torch.nn.Module, ABC):
 
 
 class OwnStateStart(torch.nn.Module):
-    """Computes the inputs of the first pass: fused states, and an empty mask of earlier rows."""
+    """Computes the first pass's inputs: fused states, and an empty mask of earlier rows."""
 
     def __init__(self, draft: OwnStateModule) -> None:
         super().__init__()
@@ -103,10 +103,10 @@ class OwnStatePass(torch.nn.Module):
         past: list[torch.Tensor],
         rows: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Runs rows after the cache and after the R rows not in it yet.
+        """Computes rows after the cache and after the call's R earlier rows, which are not in it yet.
 
-        ``hidden`` is what :meth:`OwnStateModule.forward` reads; ``real``, float32 ``[B,R]``, is 1 for earlier rows and
-        0 for padding; ``sampling`` holds the last arguments of :func:`~specexport.graphs.propose.draw_candidate`.
+        ``hidden`` is that of :meth:`OwnStateModule.forward`; ``real``, float32 ``[B,R]``, is 1 for earlier rows and 0
+        for padding; ``sampling`` holds the last arguments of :func:`~specexport.graphs.propose.draw_candidate`.
 
         Returns:
             ``(token [B], ids [B,M], probs [B,M], hidden [B,1,H], real [B,R+T], rows...)`` with the target's token ids.

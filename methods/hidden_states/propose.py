@@ -37,14 +37,14 @@ class _StateSpan:
 
 
 class StatesProposer(Proposer):
-    """Drafts a chain. For each token of a text except the last, its cache has a row, computed from the target's states.
+    """Drafts a chain from the target's states: its cache has a row for each token of a text but the last.
 
-    A token's row may also depend on the next token. Texts with a common prefix share the prefix's rows, and comparing
-    tokens tells which rows are still valid. Rows computed from the draft's own output are dropped after each call.
+    A token's row may also depend on the next token. Texts with a common prefix share its rows, and a comparison of
+    tokens tells which rows are valid. Rows that were computed from the draft's own output are dropped after each run.
 
-    States are kept until the draft has read them, which it does as soon as a chunk is complete. If the target reused
-    another request's cache, states are missing, and the target reads their tokens again: the last token of a shared
-    prefix, or all tokens of a text that the draft has never read.
+    States are kept until the draft reads them, at the latest when a chunk is complete. If the target reused another
+    request's cache, states are missing, and the target reads their tokens again: the last token of a shared prefix, or
+    all tokens of a text that the draft has never read.
     """
 
     def __init__(self, graph: Graph, manifest: Manifest, method: StatesDraft) -> None:
@@ -69,7 +69,7 @@ class StatesProposer(Proposer):
             self._spans[view.slot] = _StateSpan(before.start, np.concatenate([kept, states]))
         else:
             self._spans[view.slot] = _StateSpan(past, states)
-        # Keeps at most a chunk of states, however long the request decodes without this method.
+        # At most a chunk of states is kept, however long the request decodes without this method.
         while self._unread(view) >= self._chunk:
             self._read(view)
 
@@ -78,7 +78,7 @@ class StatesProposer(Proposer):
         return span.end if span is not None and span.start <= row <= span.end else row
 
     def _next_row(self, view: SlotView) -> int:
-        """The number of a text's valid rows in the cache, at most all but one, as a run computes at least one."""
+        """The number of a text's valid rows in the cache; at most all but one, as a run computes at least one row."""
         shared = common_prefix(self._texts.get(view.slot, ()), view.tokens) - 1
         return max(0, min(shared, self.graph.filled(view.slot), len(view.tokens) - 2))
 
@@ -96,7 +96,7 @@ class StatesProposer(Proposer):
 
     # --- the draft's runs ---------------------------------------------------------------------------------------------
     def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
-        """See :class:`Proposer`; always leaves as many tokens as a drafting call of any slot can read."""
+        """See :class:`Proposer`; always leaves as many tokens as a run that drafts can read in each slot."""
         limit = max(max_deferred, self._width)
         if self._unread(view) > limit:
             self._read(view)
@@ -105,7 +105,7 @@ class StatesProposer(Proposer):
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; leaves out texts of one token, and texts with missing states.
 
-        It also leaves out slots in which the draft lags far behind, as after plain steps, and reads a chunk of one.
+        It also leaves out slots whose draft lags far behind, as after plain steps, and reads a chunk in one of these.
         """
         unread = {view.slot: len(view.tokens) - 1 - self._next_row(view) for view in views}
         complete = [view for view in views if 0 < unread[view.slot] == self._unread(view)]
@@ -124,18 +124,18 @@ class StatesProposer(Proposer):
             T = self.graph.chunk(self._chunk, T)
         if self._rows(ready, T, K) > self.graph.cache_sizes[-1]:
             return {}
-        slots = self.ask(ready, T, K)
+        slots = self.write_inputs(ready, T, K)
         outputs = self.graph.run(RunShape(T, drafts=K, slots=slots))
         for view in ready:
             self._keep(view, self._unread(view))
         return {view.slot: self._proposal(view, outputs, view.slot - slots.start) for view in ready}
 
     def _proposal(self, view: SlotView, outputs: Mapping[str, Array], at: int) -> Proposal:
-        """The proposal of a run's outputs for the slot at index ``at`` of its window."""
+        """The proposal from a run's outputs, for the slot at index ``at`` of its window."""
         return chain_proposal(view, outputs, at, self._dynamic)
 
     def _rows(self, ready: Sequence[SlotView], T: int, K: int) -> int:
-        """The cache rows needed by a run that computes T rows of the texts and drafts K tokens."""
+        """The number of cache rows for a run that computes T rows of the texts and drafts K tokens."""
         return max(map(self._next_row, ready)) + T + K - 1
 
     def is_ready(self, view: SlotView) -> bool:
@@ -144,7 +144,7 @@ class StatesProposer(Proposer):
         room = self._rows([view], self._width, view.tree.depth) <= self.graph.cache_sizes[-1]
         return 0 < unread == self._unread(view) <= self._width and room
 
-    def ask(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
+    def write_inputs(self, views: Sequence[SlotView], tokens: int, drafts: int) -> range:
         slots = window([view.slot for view in views], self.graph.sizes)
         shape = RunShape(tokens, drafts=drafts, slots=slots)
         inputs = self._inputs(views, shape, self._rows(views, tokens, drafts))
@@ -156,8 +156,8 @@ class StatesProposer(Proposer):
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
         return chain_rows(tree)
 
-    def keep(self, view: SlotView, drafted: Sequence[int]) -> None:
-        """Keeps a run's rows, except those of drafted tokens, which were not computed from the target's states."""
+    def commit(self, view: SlotView, drafted: Sequence[int]) -> None:
+        """See :class:`DeviceDraft`; drops draft tokens' rows, which were not computed from the target's states."""
         self._keep(view, self._unread(view))
 
     def _read(self, view: SlotView) -> None:
@@ -182,7 +182,7 @@ class StatesProposer(Proposer):
         return inputs
 
     def _write_tokens(self, inputs: Mapping[str, Array], at: int, view: SlotView, rows: range) -> None:
-        """Writes the input tokens of these rows of a text, each the next one, for the slot at index ``at``."""
+        """Writes the input tokens of a text's rows, each the row's next token, for the slot at index ``at``."""
         inputs[tensors.INPUT_IDS][at, : len(rows)] = view.tokens[rows.start + 1 : rows.stop + 1]
 
     def _keep(self, view: SlotView, count: int) -> None:

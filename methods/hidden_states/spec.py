@@ -1,4 +1,4 @@
-"""Structs of drafts over the target's hidden states: EAGLE-3, DFlash and MTP."""
+"""Options and manifest entries of drafts over the target's hidden states: EAGLE-3, DFlash and MTP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StatesDraftOptions(MethodOptions, frozen=True, kw_only=True):
 
 
 class StatesCheckpointOptions(StatesDraftOptions, frozen=True, kw_only=True):
-    """Options of such a draft with a checkpoint of its own.
+    """Options of such a draft with its own checkpoint.
 
     Attributes:
         model: its folder or hub id.
@@ -44,9 +44,9 @@ class StatesDraft(ChainDraft, frozen=True, kw_only=True):
     """A draft that reads states between the target's layers.
 
     Attributes:
-        states: the layer counts after which it reads the target's residual stream.
+        states: the numbers of layers after which it reads the target's residual stream.
         hidden: the target's hidden size.
-        rows: maximum number of a text's rows in a drafting run: the tokens that a step of its deepest tree can commit.
+        rows: most rows of a text in a run that drafts: as many tokens as a step of its deepest tree can commit.
         dynamic_tree: see :class:`StatesDraftOptions`.
     """
 
@@ -69,7 +69,7 @@ class StatesDraft(ChainDraft, frozen=True, kw_only=True):
 
 
 class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
-    """A draft that reads its own state at tokens that the target has not read yet, with a pass per token.
+    """A draft with a pass for each token, which reads its own state at tokens that the target has not read yet.
 
     Attributes:
         draft_hidden: H of the draft's own states.
@@ -84,7 +84,7 @@ class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
 
     @property
     def call_widths(self) -> frozenset[int]:
-        return frozenset({self.rows, 1})  # it continues from its own state, without reading tokens again
+        return frozenset({self.rows, 1})  # later calls continue from its state and read one token
 
     @property
     def signature(self) -> GraphSignature:
@@ -94,5 +94,5 @@ class OwnStateDraft(StatesDraft, frozen=True, kw_only=True):
 
 
 def own_state_inputs(states: Dim, hidden: Dim) -> tuple[Tensor, ...]:
-    """Inputs for the target's concatenated states, of width ``states``, and for the draft's own state."""
+    """The inputs for the target's concatenated states, of width ``states``, and for the draft's own state."""
     return tensors.LAYER_STATES.sized(H=states), tensors.OWN_STATE.sized(H=hidden), tensors.READS_OWN

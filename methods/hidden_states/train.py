@@ -1,4 +1,4 @@
-"""Training of drafts over the target's hidden states: EAGLE-3 and DFlash."""
+"""Trains drafts over the target's hidden states: EAGLE-3 and DFlash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specexport.training.predictions import Losses, measure_accuracy, weighted_l
 from specexport.training.run import Run, TrainingModel
 
 _WATCHED_WINDOWS = 16
-"""The number of held-out windows to evaluate a draft on at every checkpoint."""
+"""Held-out windows on which a draft is evaluated at every checkpoint."""
 
 
 def train_and_write(
@@ -37,17 +37,17 @@ def train_and_write(
     """Trains the parameters of a draft that require a gradient, measures it over held-out windows, and writes it.
 
     Args:
-        run: the run.
-        draft: for the run's target.
-        outer: as in :func:`~specexport.training.loop.optimizers`.
-        losses_of: the losses of a batch and its number; None to measure.
+        run: the training run.
+        draft: the draft, for the run's target.
+        outer: see :func:`~specexport.training.loop.optimizers`.
+        losses_of: computes the losses of a batch, given its number; None when the draft is measured.
         count: number of drafted tokens.
         save: writes the draft into a folder, which is read again as a check.
-        read: reads its configuration.
-        watch: whether to measure the draft on a few held-out windows at every checkpoint too.
+        read: reads the written draft's configuration.
+        watch: whether to measure the draft on a few held-out windows at every checkpoint, too.
 
     Raises:
-        BuildError: what was written does not fit the target.
+        BuildError: the written draft does not fit the target.
     """
     options, target = run.options, run.target
     parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
@@ -82,10 +82,10 @@ def frozen(weight: torch.Tensor) -> torch.nn.Parameter:
 
 
 def checked_states(states: Sequence[int] | None, default: Sequence[int], layers: int) -> tuple[int, ...]:
-    """The layer counts after which a draft reads the residual stream of a target with ``layers`` layers.
+    """The numbers of layers after which a draft reads the residual stream of a target with ``layers`` layers.
 
     Raises:
-        TrainError: a count exceeds the target's layers, or occurs twice.
+        TrainError: a number exceeds the target's layers, or occurs twice.
     """
     chosen = default if states is None else states
     if not all(0 <= count <= layers for count in chosen) or len(set(chosen)) != len(chosen):
@@ -119,7 +119,7 @@ def run_target(model: Any, states: Sequence[int], batch: Windows) -> tuple[torch
     """Runs the target over a batch ``[B,L]``.
 
     Returns:
-        Its states after each of the layer counts, concatenated, ``[B,L,n*H]``; its logits ``[M,V]`` at the M positions
+        Its states after these numbers of layers, concatenated, ``[B,L,n*H]``; its logits ``[M,V]`` at the M positions
         before tokens to learn; and each position's index among these, int64 ``[B,L]``.
     """
     rows = batch.learnt_from(1)

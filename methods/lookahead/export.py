@@ -1,4 +1,4 @@
-"""Builds lookahead decoding: checks W, N and G, which determine the widths of its steps."""
+"""Exports lookahead decoding: checks W, N and G, from which the widths of its steps follow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specexport.methods.lookahead.spec import PRESETS, Lookahead, LookaheadOptio
 
 
 class LookaheadExporter(MethodExporter[LookaheadOptions, Lookahead]):
-    """Exports no graph, as the window runs within the target's own steps."""
+    """Exports only settings, as the window runs within the target's steps."""
 
     def resolve(self, options: LookaheadOptions, target: TargetInfo) -> Lookahead:
         W, N, G = _sizes(options, target.parameters)

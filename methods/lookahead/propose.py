@@ -1,4 +1,4 @@
-"""Lookahead decoding: n-grams from a Jacobi trajectory within the target's own steps (arXiv 2402.02057)."""
+"""Lookahead decoding: proposes n-grams from a Jacobi iteration within the target's steps (arXiv 2402.02057)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from specexport.contract.tree import TokenTree
 from specexport.methods.lookahead.spec import Lookahead
 from specexport.runtime.backend import Array
 from specexport.runtime.prompt import is_embedding
-from specexport.runtime.proposal import Opening, Proposal, Proposer, SlotProposer, SlotView, Window
+from specexport.runtime.proposal import Opening, Proposal, Proposer, SlotProposer, SlotView, WiderStep
 
 _SEED = 0
-"""Seed of the window's first tokens, which are drawn from the prompt. They affect only acceptance, so they need not
-depend on the request's seed, and greedy requests always take the same steps."""
+"""Seed of the window's first tokens, drawn from the prompt. They affect only acceptance, so they do not depend on the
+request's seed, and greedy requests always take the same steps."""
 _SPARE = 0
-"""Used instead of tokens if a prompt has only embeddings; its value affects only acceptance."""
+"""The token in the window if a prompt has only embeddings; it affects only acceptance."""
 
 
 class NgramPool:
-    """N-grams by their first token; for each, the G most recently seen ones are kept."""
+    """N-grams by their first token, the G most recent ones for each."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -71,16 +71,16 @@ class Trajectory:
 
     @property
     def read(self) -> int:
-        """The number of nodes, from the end, that predict the next level, apart from the root (:attr:`with_root`)."""
+        """The number of last nodes that predict the next level, besides the root (:attr:`with_root`)."""
         return len(self._levels[-1])
 
     @property
     def with_root(self) -> bool:
-        """Whether the root's prediction is part of the next level."""
+        """Whether the root predicts a part of the next level."""
         return self._full == 1
 
     def advance(self, root: int, predicted: list[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """Adds the last level's predictions, and advances by a position.
+        """Adds the predicted level, and advances by a position.
 
         Returns:
             The n-grams of the window's columns, each as its first token and the rest; none until all levels exist.
@@ -102,7 +102,7 @@ class _Slot:
     """The state of a slot.
 
     Attributes:
-        pending: the root of the running step and the logits' rows that predict the next level; None between steps.
+        pending: the root of the running step, and the rows of logits that predict the next level; None between steps.
     """
 
     pool: NgramPool
@@ -111,10 +111,10 @@ class _Slot:
 
 
 class LookaheadProposer(SlotProposer[_Slot]):
-    """Proposes n-grams that begin with the root, and adds to each step the window that collects n-grams.
+    """Proposes n-grams that begin with the root, and adds the window to each step, which collects n-grams.
 
     Guesses with a common prefix are merged, which changes neither attention nor acceptance. They are not drawn (q = 1),
-    as the window always takes the most probable token, whatever the request's sampling parameters.
+    as the window always takes the most probable tokens, whatever the request's sampling parameters.
     """
 
     observes = frozenset({tensors.LOGITS})
@@ -144,7 +144,7 @@ class LookaheadProposer(SlotProposer[_Slot]):
         width = next(width for width in self._widths if width > len(tokens))
         spare = width - 1 - len(tokens)
         tokens += [max(root, _SPARE)] * spare
-        step = Window(np.array(tokens, np.int64), TokenTree((-1, *parents, *[0] * spare)))
+        step = WiderStep(np.array(tokens, np.int64), TokenTree((-1, *parents, *[0] * spare)))
         ahead = np.full((tree.depth, max(1, len(guesses))), -1, np.int64)
         for rank, guess in enumerate(guesses):
             ahead[:, rank] = guess
@@ -165,7 +165,7 @@ class LookaheadProposer(SlotProposer[_Slot]):
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
         state = self._slots.get(slot)
-        if state is None or state.pending is None:  # prefill, or a step of only the root
+        if state is None or state.pending is None:  # a prefill, or a plain step
             return
         first_token, rows = state.pending
         state.pending = None

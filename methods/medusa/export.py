@@ -1,4 +1,4 @@
-"""Medusa checkpoints in the layout of ``FasterDecoding/Medusa`` and in ours, and their export.
+"""Reads, writes and exports Medusa heads in the layout of ``FasterDecoding/Medusa`` and in ours.
 
 A folder holds ``config.json`` with ``medusa_num_heads`` and ``medusa_num_layers``, and the heads in
 ``medusa_lm_head.safetensors`` or ``medusa_lm_head.pt``; or it is a full model trained together with its heads
@@ -34,14 +34,7 @@ from specexport.exporter.checkpoints.stored import (
     shapes_of,
     stored_tensors,
 )
-from specexport.exporter.method import (
-    Agreement,
-    Array,
-    MethodExporter,
-    TargetInfo,
-    Verification,
-    vocabulary,
-)
+from specexport.exporter.method import Agreement, Array, MethodExporter, TargetInfo, Verification, vocabulary
 from specexport.exporter.options import BuildOptions
 from specexport.graphs.propose import MAX_TOP_K
 from specexport.methods.medusa.graph import HeadCandidates, MedusaHeads
@@ -53,7 +46,7 @@ COMPATIBLE = "fasterdecoding"
 PUBLISHED_ACCURACY = (0.56, 0.32, 0.20, 0.15)
 """Top-1 accuracy of heads 1 to 4 of Vicuna-7B (arXiv 2401.10774)."""
 NEXT_RANK = 0.3
-"""Assumed ratio of a candidate's accuracy to that of the next higher rank, if nothing was measured."""
+"""Assumed ratio of the accuracies of a candidate and of the next better one, if they were not measured."""
 _PREFIX = "medusa_head."
 _NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
 _MAX_HEADS, _MAX_LAYERS = 16, 16
@@ -62,7 +55,7 @@ H = TypeVar("H", bound=RankedMethod)
 
 
 class _Config(MeasuredConfig, kw_only=True):
-    """The fields read from ``config.json``; other keys, such as a full model's, are ignored."""
+    """The fields that are read from ``config.json``; other keys, such as a full model's, are ignored."""
 
     medusa_num_heads: int | None = None
     medusa_num_layers: int | None = None
@@ -72,15 +65,17 @@ class _Config(MeasuredConfig, kw_only=True):
 
 @dataclass(frozen=True)
 class HeadsOutline:
-    """A checkpoint's heads, without their weights.
+    """The configuration of a checkpoint's heads, without their weights.
 
     Attributes:
         path: the folder.
-        file: with the heads; the folder, if several files hold them.
+        file: the file that holds the heads; the folder if there are several.
         stored: the tensors by their names in ``MedusaHeads``.
+        count: number of heads.
+        layers: number of residual blocks of a head.
         tied: whether heads end in the model's own head.
         tree: the checkpoint's tree, if it has one.
-        accuracy: of the heads, if it was measured in training.
+        accuracy: the heads' accuracy, if training measured it.
     """
 
     path: Path
@@ -93,7 +88,7 @@ class HeadsOutline:
     accuracy: HeadAccuracy | None
 
     def make(self, *, hidden: int, vocab: int) -> MedusaHeads:
-        """Heads for a model of this hidden size and vocabulary, on torch's meta device, checked by file headers.
+        """Creates the heads for a model of this hidden size and vocabulary on torch's meta device; checks file headers.
 
         Raises:
             BuildError: a tensor is missing, malformed, or of another model's shape; names the file and the tensor.
@@ -113,7 +108,7 @@ class HeadsOutline:
         """Loads the heads in fp32 and evaluation mode; shapes are checked before memory is allocated.
 
         Raises:
-            BuildError: see :meth:`make`; or numbers are not finite.
+            BuildError: see :meth:`make`; also if numbers are not finite.
         """
         heads = self.make(hidden=hidden, vocab=vocab)
         heads.load_state_dict({name: self.stored[name].finite(self.file) for name in heads.state_dict()}, assign=True)
@@ -167,7 +162,7 @@ def _tree(path: Path, config: _Config, heads: int) -> TokenTree | None:
 
 
 def _open(folder: Path) -> tuple[dict[str, StoredTensor], Path]:
-    """The heads' tensors, by their names in ``MedusaHeads``, and the file to name in errors."""
+    """The heads' tensors by their names in ``MedusaHeads``, and the file to name in errors."""
     if not folder.is_dir():
         raise BuildError(f"{folder}: no such folder; expected Medusa heads ({CONFIG} and {WEIGHTS}.safetensors or .pt)")
     single, pickled, file = folder / f"{WEIGHTS}.safetensors", folder / f"{WEIGHTS}.pt", folder
@@ -197,11 +192,17 @@ def save_medusa(
     dtype: torch.dtype = torch.float16,
     compatible: bool = True,
 ) -> None:
-    """Writes heads in our layout and, in a subfolder, in that of ``FasterDecoding/Medusa``.
+    """Writes heads in our layout and, in a subfolder, in the layout of ``FasterDecoding/Medusa``.
 
-    ``lm_head`` is the weight of the model's own head, ``[V,H]``, which the compatible files of tied heads multiply by;
-    ``base`` the name or folder of the model, ``choices`` the default tree. Without ``compatible`` there is no
-    subfolder, which for tied heads is many times larger than the rest.
+    Args:
+        folder: the folder.
+        heads: the heads.
+        lm_head: weight of the model's head, ``[V,H]``, which the subfolder's files multiply tied heads by.
+        base: name or folder of the model.
+        accuracy: the heads' measured accuracy.
+        choices: the default tree.
+        dtype: type of the stored weights.
+        compatible: whether to write the subfolder; for tied heads it is many times larger than the rest.
     """
     config: dict[str, Any] = {"tie_lm_head": heads.tied, **accuracy_config(accuracy)}
     if choices is not None:
@@ -242,12 +243,12 @@ def _config(heads: MedusaHeads, base: str) -> dict[str, Any]:
 
 
 class HeadsExporter(MethodExporter[O, H]):
-    """Base of methods with Medusa heads, whose trees follow from the heads' measured or published accuracy."""
+    """Base of exporters of Medusa heads; trees follow from the heads' measured or published accuracy."""
 
     earlier_accuracy: ClassVar[tuple[float, ...]] = ()
-    """Assumed accuracy of the depths before those of the heads."""
+    """Assumed accuracies of the depths before the heads' depths."""
     heads_key: ClassVar[str] = "model"
-    """The method's field with the folder of the heads."""
+    """The method's field that names the heads' folder."""
 
     def tree_of_size(self, method: H, size: int) -> TokenTree:
         """See :class:`MethodExporter`; the best tree of that size."""
@@ -289,7 +290,7 @@ class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
         model = load_reference(run.source(None), target)
         agreement = run.agreement(target.precision.weights, method.weights)
         for text, tokens in recorded:
-            # The heads have read all tokens except the last; the first row is that of the model's own head.
+            # The heads have read all tokens but the last; the first row is from the model's own head.
             expected = reference_heads(model, heads, clamp_tokens(text[:-1], model))
             agreement.count(expected[1:, : vocabulary(run.bundle.manifest, target)], tokens)
         return "the heads in the target's graph propose the original heads' own token", agreement
@@ -305,10 +306,10 @@ def heads_of(source: str, model: Checkpoint) -> MedusaHeads:
     return read_medusa(expanded(source)).load(hidden=hidden, vocab=model.vocab_size)
 
 
-def path_weight(heads: HeadsOutline, base: tuple[float, ...] = ()) -> Callable[[tuple[int, ...]], float]:
-    """A function from a path of ranks to its probability: the measured one, or else a product of published ones.
+def path_weight(heads: HeadsOutline, base: tuple[float, ...]) -> Callable[[tuple[int, ...]], float]:
+    """A function that returns the probability of a path of ranks, by measured or else by published accuracies.
 
-    ``base`` holds the probabilities of the depths before those of the heads.
+    ``base`` are the probabilities of the depths before the heads' depths.
     """
 
     def weight(path: tuple[int, ...]) -> float:

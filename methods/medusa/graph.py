@@ -10,7 +10,7 @@ from specexport.graphs.step import Addition
 
 
 class ResBlock(torch.nn.Module):
-    """``x + SiLU(W x + b)``; W and b start at zero, so that a new block changes nothing."""
+    """``x + SiLU(W x + b)``; W and b start at zero, so that a new block is the identity."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class ResBlock(torch.nn.Module):
 
 
 class MedusaHeads(torch.nn.ModuleList):
-    """Heads of residual blocks, each followed by its own projection to the vocabulary or by the model's.
+    """Heads of residual blocks, each followed by a projection to the vocabulary, its own or the model's.
 
     Head i reads the hidden state after the final norm, from which the model predicts token t+1, and predicts token
     t+2+i. Parameters have the names of ``FasterDecoding/Medusa``: ``{i}.{j}.linear.weight``, ``{i}.{j}.linear.bias``
@@ -102,10 +102,10 @@ class HeadCandidates(Addition):
 
 
 def _own_projection(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the model's head for heads that are tied to it.
+    """A copy of the model's head, for heads that are tied to it.
 
-    Proposals tolerate fewer bits than the model's own logits, and the product is separate anyway, as it has several
-    rows for each row of the model's.
+    Proposals tolerate fewer bits than the model's logits, and the product is a separate one anyway, as it has several
+    rows for each of the model's.
     """
     weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
     copy = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")

@@ -1,4 +1,4 @@
-"""Medusa heads on the target: the candidates from one step are the proposal of the next."""
+"""Proposes with Medusa heads on the target: candidates from one step fill the tree of the next."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from specexport.runtime.proposal import Ints, Opening, Proposal, Proposer, SlotP
 
 
 class MedusaProposer(SlotProposer[Ints]):
-    """Fills a tree with the heads' candidates at the last token in the target's cache.
+    """Fills a tree with the heads' candidates at the last token in the target's cache, without a further call.
 
-    Head i has read the text up to that token, t, and predicts t+2+i. The root of the next step is t+1, so the
-    candidates belong to depth 1+i. They need no additional call.
+    Head i has read the text up to that token, t, and predicts token t+2+i. The root of the next step is t+1, so the
+    candidates of head i belong to depth 1+i.
     """
 
     observes = frozenset({tensors.CANDIDATES})

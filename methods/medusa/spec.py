@@ -18,7 +18,7 @@ from specexport.contract.tree import TokenTree
 from specexport.training.options import HiddenStateOptions, Report, Training, accuracy_table, ahead_option
 
 _PUBLISHED_TREES = ((10e9, "mc_sim_7b_63"), (20e9, "vicuna_13b_stage1"), (math.inf, "vicuna_33b_stage1"))
-"""By the size of the model they were searched for (FasterDecoding/Medusa)."""
+"""Published trees by the greatest number of parameters of a model that they suit (FasterDecoding/Medusa)."""
 
 
 class MedusaOptions(CheckpointOptions, frozen=True, kw_only=True, tag="medusa"):
@@ -34,9 +34,9 @@ class Medusa(RankedMethod, frozen=True, kw_only=True, tag="medusa"):
 
     Attributes:
         model: folder of the heads.
-        heads: their number, and the maximum depth of a tree.
-        parameters: number of the heads' own parameters.
-        weights: how the heads' matrices are stored.
+        heads: number of heads, and the greatest depth of a tree.
+        parameters: number of the heads' parameters.
+        weights: type in which the heads' matrices are stored.
     """
 
     model: str
@@ -51,7 +51,7 @@ class Medusa(RankedMethod, frozen=True, kw_only=True, tag="medusa"):
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:
-        """See :class:`Method`; heads must be trained for this very target, so an available draft ranks higher."""
+        """See :class:`Method`; heads must be trained for this target, so an available draft ranks higher."""
         if target.device == "gpu":
             tree = next(tree for limit, tree in _PUBLISHED_TREES if target.parameters < limit)
             return Suggestion("medusa", f"tree {tree}", "four heads and a wide tree, where nodes are nearly free", 1)

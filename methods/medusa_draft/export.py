@@ -52,7 +52,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
         )
 
     def points(self, method: MedusaDraft, plan: BuildPlan) -> tuple[ShapePoint, ...]:
-        """See :class:`MethodExporter`; the draft reads as many tokens per step as a step can commit."""
+        """See :class:`MethodExporter`; the draft reads as many tokens in a step as a step can commit."""
         steps = [(batch, method.draft_width, 1, 0) for batch in plan.batches]
         return plan.at_caches([*steps, (1, PREFILL_CHUNK, 1, 0)])
 
@@ -75,7 +75,7 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
         return msgspec.structs.replace(method, candidates=count, draft=model, model=model.source)
 
     def compare(self, method: MedusaDraft, run: Verification) -> tuple[str, Agreement] | None:
-        (draft,) = method.models.values()
+        draft = method.written_draft
         heads = run.source(method, "medusa")
         checkpoint = run.source(method)
         recorded = run.recorded(method)

@@ -1,4 +1,4 @@
-"""A draft model with Medusa heads: a whole tree in one pass of the draft."""
+"""Proposes with a draft model with Medusa heads, which fill a whole tree in one pass."""
 
 from __future__ import annotations
 
@@ -12,28 +12,25 @@ from specexport.contract.shapes import window
 from specexport.methods.medusa_draft.spec import MedusaDraft
 from specexport.runtime.backend import Graph, RunShape
 from specexport.runtime.proposal import Ints, Opening, Proposal, SlotView, fill
-from specexport.runtime.reader import Reader, ReadingProposer
+from specexport.runtime.reader import ReadingProposer
 
 
 class MedusaDraftProposer(ReadingProposer):
-    """Fills a tree with the candidates of a draft's own head (depth 1) and its Medusa heads (the depths after it).
+    """Fills a tree with the candidates of a draft's own head (depth 1) and of its Medusa heads (further depths).
 
-    The draft reads only committed tokens, so its cache is always valid. A step commits at most one token more than its
-    tree's depth: the draft reads that many tokens each time, some of them repeatedly.
+    The draft reads only committed tokens, so its cache is always valid. A step commits at most one token more than the
+    tree's depth. The draft always reads that many tokens, some of them again.
     """
 
     def __init__(self, graph: Graph, manifest: Manifest, method: MedusaDraft) -> None:
-        self._graph = graph
-        self._chunk = manifest.prefill_chunk
-        (draft,) = method.models.values()
-        self._last_position = draft.max_positions - 1
+        super().__init__(graph, manifest.prefill_chunk)
+        self._last_position = method.written_draft.max_positions - 1
         self._width = method.draft_width
-        super().__init__(Reader(graph, manifest.prefill_chunk, self._read))
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
-        """See :class:`Proposer`; if the draft lags far behind, as after plain steps, one slot reads a chunk."""
+        """See :class:`Proposer`; if drafts lag far behind, as after plain steps, it reads a chunk in one slot."""
         texts = {view.slot: view.tokens[: -self._width] for view in views}
-        waiting = self._reader.catch_up(texts)
+        waiting = self._catch_up(texts)
         candidates: dict[int, Ints] = {}
         wide = [view for view in views if len(view.tokens) >= self._width and view.slot not in waiting]
         if wide:
@@ -43,7 +40,7 @@ class MedusaDraftProposer(ReadingProposer):
             if len(view.tokens) < self._width:
                 candidates |= self._run({view.slot: view.tokens}, {view.slot: 0}, self._chunk)
             if view.slot in candidates:
-                self._reader.note(view.slot, list(view.tokens))
+                self._texts[view.slot] = list(view.tokens)
         return {
             view.slot: Proposal(fill(view.tree, candidates[view.slot]), view.tree, None, candidates[view.slot])
             for view in views
@@ -51,27 +48,27 @@ class MedusaDraftProposer(ReadingProposer):
         }
 
     def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
-        """See :class:`Proposer`; reads all tokens except those that each step reads."""
-        return self._reader.read(view.slot, view.tokens[: -max(self._width, max_deferred)])
+        """See :class:`Proposer`; leaves the last tokens, which the next step reads."""
+        return self._read(view.slot, view.tokens[: -max(self._width, max_deferred)])
 
-    def _read(self, slot: int, tokens: list[int], past: int) -> None:
+    def _read_chunk(self, slot: int, tokens: list[int], past: int) -> None:
         self._run({slot: tokens}, {slot: past}, self._chunk)
 
     def _run(self, texts: Mapping[int, list[int]], pasts: Mapping[int, int], width: int) -> dict[int, Ints]:
-        """Runs the draft over at most ``width`` tokens a slot and returns its candidates by slot."""
-        # Chunks are read one slot at a time.
-        slots = window(texts, self._graph.sizes if width == self._width else (1, self._graph.sizes[-1]))
+        """Runs the draft over at most ``width`` tokens of each slot; returns its candidates by slot."""
+        # Chunks are read in one slot at a time.
+        slots = window(texts, self.graph.sizes if width == self._width else (1, self.graph.sizes[-1]))
         shape = RunShape(width, 1, slots=slots)
-        inputs = self._graph.prepare(shape, max(pasts.values()) + width)
+        inputs = self.graph.prepare(shape, max(pasts.values()) + width)
         for slot, tokens in texts.items():
             at, past = slot - slots.start, pasts[slot]
             inputs[tensors.INPUT_IDS][at, : len(tokens)] = tokens
             inputs[tensors.POSITION_IDS][at] = np.minimum(past + np.arange(width), self._last_position)
             inputs[tensors.PAST_LENGTH][at] = past
             inputs[tensors.LOGITS_ROWS][at] = len(tokens) - 1
-        candidates = self._graph.run(shape)[tensors.CANDIDATES]
+        candidates = self.graph.run(shape)[tensors.CANDIDATES]
         for slot, tokens in texts.items():
-            self._graph.commit(slot, pasts[slot], range(len(tokens)))
+            self.graph.commit(slot, pasts[slot], range(len(tokens)))
         return {slot: candidates[slot - slots.start, :, 0].copy() for slot in texts}
 
 

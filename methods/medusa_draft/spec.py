@@ -36,7 +36,7 @@ class MedusaDraft(DraftingMethod, frozen=True, kw_only=True, tag="medusa_draft")
     Attributes:
         model: folder or hub id of a model with the target's tokenizer.
         medusa: folder of its heads.
-        heads: their number; a tree is at most one level deeper, as the draft's own head comes first.
+        heads: number of heads; a tree is at most one level deeper, as the draft's own head comes first.
     """
 
     model: str
@@ -56,7 +56,7 @@ class MedusaDraft(DraftingMethod, frozen=True, kw_only=True, tag="medusa_draft")
 
     @property
     def draft_width(self) -> int:
-        """Tokens that the draft reads in a step: the maximum that a step can commit."""
+        """Number of tokens that the draft reads in a step: as many as a step can commit."""
         return 1 + max(tree.depth for tree in self.token_trees())
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""MLP speculators in the layout of ``ibm-fms`` (``foundation-model-stack/fms-extras``, arXiv 2404.19124); their export.
+"""Reads, writes and exports MLP speculators in the layout of ``ibm-fms`` (``foundation-model-stack/fms-extras``).
 
 A folder holds ``config.json`` (``model_type`` ``mlp_speculator``) and safetensors with ``speculator.emb.{i}.weight``,
 ``.proj.{i}.weight``, ``.head.{i}.weight``, ``.ln.{i}.weight`` and ``.ln.{i}.bias`` for every stage; tensors that tied
@@ -48,7 +48,7 @@ from specexport.methods.mlp_speculator.graph import SpeculatorModule, Speculator
 from specexport.methods.mlp_speculator.spec import MAX_STAGES, MlpSpeculator, MlpSpeculatorOptions, speculator_inputs
 
 WIDTHS = (5, 4, 3)
-"""Default of ``top_k_tokens_per_head``, as in fms-extras; later stages repeat the last."""
+"""Default of ``top_k_tokens_per_head``, as in fms-extras; further stages repeat the last width."""
 
 _PREFIX = "speculator."
 
@@ -56,13 +56,13 @@ _Width = Annotated[int, Meta(ge=1, le=MAX_CANDIDATES)]
 _STAGE_ACCURACY = 0.6
 """Assumed accuracy of a stage after correct tokens."""
 _NEVER_SEEN = 1e-6
-"""If accuracy was measured, the weight of a path that was never right, relative to its assumed probability."""
+"""Weight of a path that was never right when accuracy was measured, relative to its assumed probability."""
 
 
 class _Config(MeasuredConfig, kw_only=True):
-    """The fields read from ``config.json``; other keys are ignored.
+    """The fields that are read from ``config.json``; other keys are ignored.
 
-    Among those is ``n_candidates``, the number of paths that fms-extras keeps; here a tree determines them.
+    One of these is ``n_candidates``, the number of paths that fms-extras keeps, which the tree determines here.
     """
 
     model_type: Literal["mlp_speculator"]
@@ -80,11 +80,13 @@ class SpeculatorOutline:
     """A speculator checkpoint's configuration.
 
     Attributes:
-        vocab: V.
+        vocab: V, see :class:`~specexport.methods.mlp_speculator.graph.SpeculatorStages` for the sizes.
         hidden: H of the target that it was trained for.
         inner: I.
-        widths: maximum number of a node's children at each stage, ``top_k_tokens_per_head``.
-        accuracy: of the stages after correct tokens, if it was measured in training.
+        widths: most children of a node at each stage, ``top_k_tokens_per_head``.
+        scale_input: whether the hidden state is normalized first.
+        tied: whether stages share weights.
+        accuracy: the stages' accuracy after correct tokens, if training measured it.
     """
 
     path: Path
@@ -98,13 +100,13 @@ class SpeculatorOutline:
     accuracy: HeadAccuracy | None
 
     def make(self) -> SpeculatorStages:
-        """Stages of these sizes with torch's default initialization."""
+        """New stages of these sizes, with torch's default initialization."""
         return SpeculatorStages(
             self.vocab, self.hidden, self.inner, self.stages, scale_input=self.scale_input, tied=self.tied
         )
 
     def require_fit(self, *, hidden: int, vocab: int) -> None:
-        """Checks a speculator against a target's hidden size and vocabulary by the headers of its files.
+        """Checks a speculator, by its files' headers, against a target's hidden size and vocabulary.
 
         Raises:
             BuildError: a tensor is missing, unknown or of another shape, or the speculator was trained for another
@@ -190,7 +192,7 @@ def default_widths(stages: int) -> tuple[int, ...]:
 
 
 def _shared(speculator: SpeculatorStages) -> list[list[str]]:
-    """The names of each parameter; tied ones have several."""
+    """The names of each parameter; tied parameters have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in speculator.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -294,7 +296,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
 
     def compare(self, method: MlpSpeculator, run: Verification) -> tuple[str, Agreement] | None:
         """See :class:`MethodExporter`; each token must be its stage's most probable one."""
-        manifest, (draft,) = run.bundle.manifest, method.models.values()
+        manifest, draft = run.bundle.manifest, method.written_draft
         checkpoint, speculator = run.source(None), run.source(method)
         recorded = run.recorded(method)
         outline = read_speculator(str(speculator))
@@ -311,9 +313,9 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
 
 
 def _path_weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:
-    """A function from a path of ranks to its probability: the measured one, or else a product of assumed ones.
+    """A function that returns the weight of a path of ranks: its measured or else its assumed probability.
 
-    A path that was never right when measured weighs far less than any that was.
+    A path that was never right when accuracy was measured weighs far less than paths that were.
     """
 
     def weight(path: tuple[int, ...]) -> float:
@@ -327,7 +329,7 @@ def _path_weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], floa
     return weight
 
 
-def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs = "native") -> ir.Model:
+def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs) -> ir.Model:
     """The propose graph of an MLP speculator (:class:`~specexport.methods.mlp_speculator.graph.SpeculatorModule`)."""
     inputs: trace.Inputs = [*speculator_inputs(len(speculator), speculator.hidden), tensors.SAMPLING]
     outputs = stage_outputs("M", len(speculator), "T")

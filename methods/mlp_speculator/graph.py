@@ -1,4 +1,4 @@
-"""An MLP speculator: stages predict the next tokens, each from a state and the previous token (arXiv 2404.19124).
+"""MLP speculators: stages predict the next tokens, each from a state and the token before (arXiv 2404.19124).
 
 Stage i of ``foundation-model-stack/fms-extras``: ``s = GELU(LN_i(proj_i(s) * sw + emb_i(token) * ew))``, and its logits
 are ``head_i(s)``. The first state is the input of the target's language-model head.
@@ -41,7 +41,7 @@ class SpeculatorStages(torch.nn.Module):
         inner: I, the width of the states between stages (``inner_dim``).
         stages: number of stages (``n_predict``).
         scale_input: normalize the hidden state first, and divide it by the root of 2.
-        tied: all stages share embedding, head and norm, and all but the first their projection (``tie_weights``).
+        tied: all stages share embedding, head and norm, and all but the first the projection (``tie_weights``).
     """
 
     def __init__(self, vocab: int, hidden: int, inner: int, stages: int, *, scale_input: bool, tied: bool) -> None:
@@ -76,7 +76,7 @@ class SpeculatorStages(torch.nn.Module):
         return rms_normalize(hidden) / 2**0.5 if self.scale_input else hidden
 
     def advance(self, stage: int, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The state ``[..., I]`` of a stage, from the previous stage's state and its input token.
+        """The state ``[..., I]`` of a stage, from the state of the stage before and the input token.
 
         Args:
             stage: from 0.

@@ -34,13 +34,13 @@ class MlpSpeculatorOptions(CheckpointOptions, frozen=True, kw_only=True, tag="ml
 
 
 class MlpSpeculator(DraftingMethod, frozen=True, kw_only=True, tag="mlp_speculator"):
-    """Stages over the target's hidden state and the last token (arXiv 2404.19124).
+    """Stages over the target's hidden state and the last token draft (arXiv 2404.19124).
 
-    Each stage reads the previous token, so branches of a tree also differ below their first tokens.
+    Each stage reads the token before, so branches of a tree also differ below their first tokens.
 
     Attributes:
         model: folder or hub id of the speculator.
-        stages: their number, and the maximum depth of a tree.
+        stages: number of stages, and the greatest depth of a tree.
         hidden: H, the target's hidden size.
     """
 
@@ -68,7 +68,7 @@ class MlpSpeculator(DraftingMethod, frozen=True, kw_only=True, tag="mlp_speculat
         return self.candidates
 
     def device_run(self, tree: TokenTree) -> tuple[int, int] | None:
-        """See :class:`Method`: a device's narrowest run that is wide enough for the tree's levels."""
+        """See :class:`Method`; the narrowest run of a device that is wide enough for the tree's levels."""
         points = uncached_points(self.draft.graph.points) if self.draft is not None else []
         return next((point.tokens, point.drafts) for point in points if point.tokens >= tree.level_width)
 
@@ -101,7 +101,7 @@ class MlpSpeculator(DraftingMethod, frozen=True, kw_only=True, tag="mlp_speculat
 
 
 def speculator_inputs(stages: Dim, hidden: Dim) -> tuple[Tensor, ...]:
-    """Inputs of the propose graph of ``stages`` stages, except the sampling parameters."""
+    """The inputs of a propose graph of ``stages`` stages but the sampling parameters."""
     return (
         tensors.HIDDEN_STATE.sized(H=hidden),
         tensors.INPUT_IDS.shaped("B", 1),

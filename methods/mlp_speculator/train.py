@@ -35,12 +35,7 @@ def train_mlp_speculator(options: SpeculatorTraining, log: Log) -> dict[str, Any
         def learn(name: str, steps: int, seed: int) -> None:
             run.describe_data()
             train_over_hidden(
-                run,
-                name,
-                speculator,
-                lambda hidden, batch: stage_losses(speculator, hidden, batch),
-                steps,
-                seed=seed,
+                run, name, speculator, lambda hidden, batch: stage_losses(speculator, hidden, batch), steps, seed=seed
             )
 
         if first:

@@ -1,4 +1,4 @@
-"""The multi-token prediction (MTP) layer in a target's own checkpoint, which transformers ignores, and its export.
+"""Exports the multi-token prediction (MTP) layer of a target's checkpoint, which transformers ignores.
 
 A decoder layer of the target's kind drafts (DeepSeek-V3, arXiv 2412.19437, section 2.2). Its input is ``eh_proj
 [RMSNorm(embedding of the next token); RMSNorm(h)]``, where h is the input of the target's head: the last state after
@@ -48,14 +48,14 @@ _DEEPSEEK = {
     "": "layers.0.",
 }
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The stored matrices of each expert, ``[out,in]``, which transformers fuses into one tensor."""
+"""The stored matrices of an expert, ``[out,in]``, which transformers fuses into one tensor."""
 
 
 class MTPDraft(OwnStateModule):
     """The layer and its norms.
 
     Args:
-        model: a transformers decoder with the target's ``embed_tokens`` and ``norm``, whose last layer is of this kind.
+        model: transformers' decoder of the target, whose ``embed_tokens``, ``norm`` and kind of last layer are used.
     """
 
     def __init__(self, model: Any) -> None:
@@ -152,7 +152,7 @@ def read_mtp(source: str) -> MTPOutline:
     """Reads the configuration of a target's MTP layer, without its weights.
 
     Raises:
-        BuildError: there is none, or several; names the field or the tensors.
+        BuildError: there is no such layer, or several; names the field or the tensors.
     """
     folder = locate(source)
     config = copy.deepcopy(read_model_config(folder))
@@ -201,7 +201,7 @@ def _joined(shape: tuple[int, ...], parts: list[StoredTensor], path: Path) -> to
 
 
 class MTPExporter(OwnStateExporter[MTPOptions, MTP]):
-    """Exports the layer that follows the target's last one."""
+    """Exports the MTP layer, which follows the target's last layer."""
 
     read = staticmethod(read_mtp)
 

@@ -16,7 +16,7 @@ class MTPOptions(StatesDraftOptions, frozen=True, kw_only=True, tag="mtp"):
 
 
 class MTP(OwnStateDraft, frozen=True, kw_only=True, tag="mtp"):
-    """A layer that the target's checkpoint has after its last one drafts (DeepSeek-V3, arXiv 2412.19437, 2.2)."""
+    """Drafts with the layer that follows the last one in the target's checkpoint (DeepSeek-V3, arXiv 2412.19437)."""
 
     options: ClassVar[type[MethodOptions]] = MTPOptions
     role: ClassVar[str] = "mtp"

@@ -1,4 +1,4 @@
-"""Exports the target's own first layers as a draft: a propose graph over the target's weights."""
+"""Exports the target's first layers as a draft: a propose graph over the target's weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specexport.methods.self_draft.spec import SelfDraft, SelfDraftOptions
 
 
 class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
-    """Exports the draft together with the target."""
+    """Exports the draft while the target is loaded."""
 
     def resolve(self, options: SelfDraftOptions, target: TargetInfo) -> SelfDraft:
         if options.layers >= target.layers:
@@ -30,7 +30,7 @@ class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
         """See :class:`MethodExporter`.
 
         Raises:
-            BuildError: the target has layers without attention, or keeps its layers in no list.
+            BuildError: the target has layers without attention, or no list of layers.
         """
         if target.states:
             raise BuildError(
@@ -49,8 +49,7 @@ class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
         return TracedGraph("self_draft", graph, plan.propose_points(method), cache, parameters)
 
     def compare(self, method: SelfDraft, run: Verification) -> tuple[str, Agreement] | None:
-        (draft,) = method.models.values()
-        vocab = vocabulary(run.bundle.manifest, draft)
+        vocab = vocabulary(run.bundle.manifest, method.written_draft)
         return compare_chain(method, run, run.source(None), run.texts, vocab, method.layers)
 
 

@@ -14,7 +14,7 @@ class SelfDraftOptions(MethodOptions, frozen=True, kw_only=True, tag="self_draft
     """Options of a self-draft.
 
     Attributes:
-        layers: how many of the target's layers draft.
+        layers: number of the target's layers that draft.
     """
 
     layers: Size
@@ -26,12 +26,12 @@ class SelfDraftOptions(MethodOptions, frozen=True, kw_only=True, tag="self_draft
 
 
 class SelfDraft(ChainDraft, frozen=True, kw_only=True, tag="self_draft"):
-    """The target's own first layers draft: its final norm and head read their output early.
+    """The target's first layers draft: its final norm and head read their output.
 
     The draft's graph is written beside the target's and shares its weights file.
 
     Attributes:
-        layers: their number.
+        layers: number of these layers.
     """
 
     layers: Size
@@ -43,5 +43,5 @@ class SelfDraft(ChainDraft, frozen=True, kw_only=True, tag="self_draft"):
         return f"self_draft, the target's first {'layer' if self.layers == 1 else f'{self.layers} layers'}"
 
     def memory(self, files: Mapping[str, int], rows: int) -> int:
-        """See :class:`Method`; its weights are the target's."""
-        return sum(model.cache_row_bytes * rows for model in self.models.values())
+        """See :class:`Method`; the draft's weights are the target's."""
+        return 0 if self.draft is None else self.draft.cache_row_bytes * rows

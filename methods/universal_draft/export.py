@@ -37,7 +37,7 @@ class UniversalDraftExporter(MethodExporter[UniversalDraftOptions, UniversalDraf
         return msgspec.structs.replace(method, candidates=candidates, draft=model, model=model.source)
 
     def compare(self, method: UniversalDraft, run: Verification) -> tuple[str, Agreement] | None:
-        (draft,) = method.models.values()
+        draft = method.written_draft
         target = run.bundle.tokenizer()
         tokenizer = run.bundle.tokenizer(method.tokenizer, split_special_tokens=method.split_special_tokens)
         texts = [list(tokenizer.encode(target.decode(text)).ids) for text in run.texts]

@@ -1,4 +1,4 @@
-"""A draft with another tokenizer: texts are translated between its tokens and the target's."""
+"""Proposes with a draft that has another tokenizer: translates texts between its tokens and the target's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model import propose as draft_model
 from specexport.methods.universal_draft.spec import UniversalDraft
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposal import Chains, Opening, Proposal, Proposer, SlotProposer, SlotView
+from specexport.runtime.proposal import Opening, Proposal, Proposer, SlotProposer, SlotView, longest_chain
 from specexport.runtime.text import TextStream
 
 _GREEDY = SamplingParams(temperature=0.0)
 _OVERLAP = 12
-"""Tokens before a continuation that are encoded together with it, as tokenization depends on the preceding text."""
+"""Tokens before a continuation that are encoded with it, as a tokenization depends on the text before."""
 _UNFINISHED = "\ufffd"
 
 
@@ -25,6 +25,7 @@ class _Text:
     """The decoded text of a slot.
 
     Attributes:
+        read: number of tokens decoded so far.
         complete: whether the text ends at a character's end.
     """
 
@@ -42,11 +43,10 @@ class _Text:
 
 
 class UniversalDraftProposer(SlotProposer[_Text]):
-    """Proposes a draft model's continuation in the target's tokens (universal assisted decoding, Timor et al., arXiv
-    2502.05202).
+    """Proposes a draft model's continuation in the target's tokens (Timor et al., arXiv 2502.05202).
 
-    The draft takes its most probable tokens, whatever the request's sampling, so that proposals depend on the text
-    alone (q = 1). Each step encodes the whole text with the draft's tokenizer; the draft reads only the changed tokens.
+    The draft takes its most probable tokens, whatever the request's sampling, so that proposals depend only on the text
+    (q = 1). Each step encodes the whole text with the draft's tokenizer; the draft reads only the changed tokens.
     It proposes nothing if the text ends within a character or does not fit the draft's cache.
     """
 
@@ -58,7 +58,7 @@ class UniversalDraftProposer(SlotProposer[_Text]):
         self.reads_along = drafter.reads_along
         self._target = target
         self._draft = draft
-        self._chains = Chains(trees)
+        self._trees = trees
         self._longest = longest
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
@@ -68,7 +68,7 @@ class UniversalDraftProposer(SlotProposer[_Text]):
         proposals = {}
         for slot, proposal in self._drafter.propose(translations).items():
             tokens = self._tokens(views_by_slot[slot].tokens, texts[slot], proposal.tokens.tolist())
-            if (translated := self._chains.proposal(views_by_slot[slot].tree, tokens)) is not None:
+            if (translated := longest_chain(self._trees, views_by_slot[slot].tree, tokens)) is not None:
                 proposals[slot] = translated
         return proposals
 

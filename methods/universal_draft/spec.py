@@ -24,13 +24,13 @@ class UniversalDraftOptions(CheckpointOptions, frozen=True, kw_only=True, tag="u
 class UniversalDraft(ChainDraft, frozen=True, kw_only=True, tag="universal_draft"):
     """A smaller model with its own tokenizer drafts; text is translated both ways (Timor et al., arXiv 2502.05202).
 
-    Proposals depend on the text alone, without drawing. A step verifies a shorter chain if the draft's tokens are fewer
-    in the target's vocabulary.
+    Proposals depend only on the text, as no tokens are drawn. A step verifies a shorter chain if the draft's text has
+    fewer tokens in the target's vocabulary.
 
     Attributes:
         model: its folder or hub id.
-        tokenizer: the draft's ``tokenizer.json``.
-        split_special_tokens: whether it reads special tokens in a text as text.
+        tokenizer: the file of its tokenizer in the bundle.
+        split_special_tokens: whether that encodes special tokens in a text as plain text.
     """
 
     model: str
@@ -42,7 +42,7 @@ class UniversalDraft(ChainDraft, frozen=True, kw_only=True, tag="universal_draft
     needs_training: ClassVar[str | None] = "a smaller model"
     whole_model: ClassVar[bool] = True
     branching: ClassVar[Literal[0, 1, 2]] = 0
-    default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # as a token may be several of the target's, or a part of one
+    default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # a token may be several of the target's, or a part of one
 
     @property
     def files(self) -> tuple[str, ...]:

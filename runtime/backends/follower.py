@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import pickle
 import signal
 import socket
 import sys
-
-import msgspec
-import numpy as np
 
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import SpecExportError
 from specexport.runtime.backend import Graph
 from specexport.runtime.backends.onnxruntime.segments import open_rank
-from specexport.runtime.backends.ranks import LENGTH, ORPHANED, Job, ProcessGroup, RankLostError, Run
+from specexport.runtime.backends.ranks import ORPHANED, Job, ProcessGroup, RankLostError, Run
 from specexport.runtime.bundle import Bundle
 
 
 def main() -> int:
-    """Follows the first rank until that closes the pipe."""
+    """Follows the first rank until that closes the pipe; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank handles it
-    read = sys.stdin.buffer.read
-    job = msgspec.msgpack.decode(read(*LENGTH.unpack(read(LENGTH.size))), type=Job)
+    job: Job = pickle.load(sys.stdin.buffer)
     peers = {rank: socket.socket(fileno=number) for rank, number in job.peers.items()}
     group = ProcessGroup(job.rank, peers, mmap.mmap(job.memory, 0))
     try:
         graph = _open(job, group)
         group.barrier()
-        while head := read(LENGTH.size):
-            _follow(graph, msgspec.msgpack.decode(read(*LENGTH.unpack(head)), type=Run))
+        with contextlib.suppress(EOFError):
+            while True:
+                _run(graph, pickle.load(sys.stdin.buffer))
     except RankLostError:
         return ORPHANED
     except SpecExportError as error:
@@ -48,18 +47,15 @@ def _open(job: Job, group: ProcessGroup) -> Graph:
     return CudaBackend(bundle, job.options).follow(job, group)
 
 
-def _follow(graph: Graph, message: Run) -> None:
+def _run(graph: Graph, message: Run) -> None:
     for name, arguments in message.changes:
-        if name == "commit":
-            graph.commit(arguments[0], arguments[1], arguments[2:])
-        else:
-            getattr(graph, name)(*arguments)
+        getattr(graph, name)(*arguments)
     inputs = graph.inputs(message.shape)
-    for name, content in message.inputs.items():
-        inputs[name][...] = np.frombuffer(content, inputs[name].dtype).reshape(inputs[name].shape)
+    for name, array in message.inputs.items():
+        inputs[name][...] = array
     graph.run(message.shape)
 
 
 if __name__ == "__main__":
-    # At once: the system releases what libraries hold of the device and of ended ranks.
+    # Without cleaning up, as the system frees the libraries' resources, also those shared with ended ranks.
     os._exit(main())

@@ -1,8 +1,8 @@
 """A target split among processes of this host: the first rank takes the steps, and the others follow it.
 
-The followers receive changes of their caches and the inputs of a run through a pipe. Within a step the ranks combine
-their parts in shared memory, and signal each part by a byte through a socket. A process that ends closes its sockets,
-so that nobody waits for it; followers end with the first rank.
+The followers receive the changes of their caches and the inputs of each run through a pipe. Within a run the ranks
+combine their parts in shared memory, and signal each part by a byte through a socket. A process that ends closes its
+sockets, so that no rank waits for it; followers end with the first rank.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import pickle
 import select
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -20,9 +20,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
-import msgspec
 import numpy as np
 
 from specexport.contract.engines import ENGINE_RUNTIMES
@@ -38,19 +38,19 @@ _SPIN = 200e-6
 _TIMEOUT = 60.0
 """Seconds after which a silent rank counts as lost."""
 _SHUTDOWN = 5.0
+"""Seconds that a follower gets to end by itself."""
 ORPHANED = 3
 """Exit status of a rank that ended because another one ended."""
-LENGTH = struct.Struct("<I")
-"""Format of the length that precedes each message in a pipe."""
 _FOLLOWER = "specexport.runtime.backends.follower"
 
-
+Change = tuple[str, tuple[Any, ...]]
+"""A method of :class:`~specexport.runtime.backend.Graph` that changes the cache, and its arguments."""
 Combine = Callable[[str, Array, Array], None]
 """Combines a tensor of all ranks, from its name and a rank's part; writes the result into the last argument."""
 
 
 def combine(name: str, parts: Sequence[Array], whole: Array) -> None:
-    """Sums parts in the order of their ranks, or joins them along the last axis: the tensor's name says which."""
+    """Sums the parts of all ranks, in order, or joins them along the last axis, as the tensor's name says."""
     _, join = COLLECTIVES
     if name.startswith(join):
         np.concatenate(parts, -1, out=whole)
@@ -61,7 +61,7 @@ def combine(name: str, parts: Sequence[Array], whole: Array) -> None:
 
 
 class RankLostError(BackendError):
-    """A rank ended or is silent."""
+    """A rank ended, or is silent."""
 
     def __init__(self, rank: int, silent: bool = False) -> None:
         super().__init__(f"rank {rank} is gone")
@@ -75,7 +75,7 @@ class ProcessGroup:
     Args:
         rank: this process's rank.
         peers: a socket to each of the others.
-        memory: two blocks for each rank: some may still read one while others write the next.
+        memory: two blocks for each rank, as some may still read one while others write the next.
 
     Attributes:
         timeout: seconds to wait for a rank; None waits for ever.
@@ -122,7 +122,7 @@ class ProcessGroup:
             raise RankLostError(rank) from None
 
     def watch(self, lost: Callable[[int], None]) -> None:
-        """Calls a function once, from a thread of its own, when a rank ends: for ranks that wait for a device."""
+        """Calls ``lost`` from a new thread when a rank ends, for ranks that wait for a device."""
         ranks, ends = {peer.fileno(): rank for rank, peer in self._peers.items()}, select.poll()
         for number in ranks:
             ends.register(number, 0)  # a closed peer is always reported
@@ -147,45 +147,45 @@ class ProcessGroup:
         return peer.recv(1)
 
 
-class Job(msgspec.Struct):
+@dataclass(frozen=True)
+class Job:
     """The first message to a follower.
 
     Attributes:
         bundle: the bundle's folder.
         options: how each rank opens its backend; on GPUs it sees one of them.
+        unique_id: on GPUs, identifies the communicator to join.
         memory: file descriptor of the shared memory, which it inherits.
         peers: file descriptors of its sockets to the other ranks.
-        unique_id: on GPUs, identifies the communicator to join.
     """
 
     bundle: str
     slots: int
     options: BackendOptions
+    unique_id: bytes = b""
     rank: int = 0
     memory: int = -1
-    peers: dict[int, int] = {}
-    unique_id: bytes = b""
+    peers: Mapping[int, int] = field(default_factory=dict)
 
 
-class Run(msgspec.Struct):
-    """The cache changes since the last run, in order, and the inputs of this one."""
+@dataclass(frozen=True)
+class Run:
+    """A later message to a follower: the changes of its cache since the last run, in order, and a run's inputs."""
 
-    changes: list[tuple[str, list[int]]]
-    tokens: int
-    rows: int
-    drafts: int
-    slots: tuple[int, int]
-    inputs: dict[str, bytes]
-
-    @property
-    def shape(self) -> RunShape:
-        return RunShape(self.tokens, self.rows, self.drafts, range(*self.slots))
+    changes: Sequence[Change]
+    shape: RunShape
+    inputs: Mapping[str, Array]
 
 
 class Followers:
     """The processes of all ranks but the first, and the messages to them.
 
-    ``job`` are the settings that all of them share.
+    Args:
+        job: the settings that all of them share.
+
+    Attributes:
+        lost: the rank that ended while the first one waited for a device, if any.
+        group: combines the first rank's parts with theirs.
 
     Raises:
         BackendError: this system cannot start them.
@@ -199,8 +199,7 @@ class Followers:
             )
         ranks = range(len(bundle.manifest.target.ranks))
         self.lost: RankLostError | None = None
-        """The rank that ended while the first one waited for a device, if any."""
-        self._changes: list[tuple[str, list[int]]] = []
+        self._changes: list[Change] = []
         self._error: BackendError | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in ranks}
@@ -222,7 +221,7 @@ class Followers:
                     env=environment,
                     pass_fds=[file.fileno(), *peers.values()],
                 )
-                self._send(rank, msgspec.structs.replace(job, rank=rank, memory=file.fileno(), peers=peers))
+                self._send(rank, replace(job, rank=rank, memory=file.fileno(), peers=peers))
         for rank in ranks[1:]:
             for end in ends[rank].values():
                 end.close()
@@ -238,21 +237,25 @@ class Followers:
         self.group.barrier()
         self.group.timeout = _TIMEOUT
 
-    def note(self, name: str, *arguments: int) -> None:
-        """Has the followers change their caches in the same way before their next run."""
-        self._changes.append((name, list(arguments)))
+    def mirror(self, name: str, *arguments: Any) -> None:
+        """Has the followers change their caches in the same way before their next run; see :data:`Change`."""
+        self._changes.append((name, arguments))
 
     def run_with(
         self, run: Callable[[RunShape], dict[str, Array]], shape: RunShape, inputs: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """Runs the first rank's part while the followers run theirs with the same inputs; returns the whole's outputs.
+        """Runs the first rank's part while the followers run theirs with the same inputs; returns its outputs.
 
         Raises:
             BackendError: a rank is lost, or ``run`` fails.
         """
         outputs: dict[str, Array] = {}
         try:
-            self._start(shape, inputs)
+            if self._error is not None:
+                raise self._error
+            message, self._changes = Run(self._changes, shape, inputs), []
+            for rank in self._processes:
+                self._send(rank, message)
             outputs = run(shape)
         except RankLostError as lost:
             self.give_up(lost)
@@ -263,21 +266,11 @@ class Followers:
             self.give_up(self.lost)
         return outputs
 
-    def _start(self, shape: RunShape, inputs: Mapping[str, Array]) -> None:
-        if self._error is not None:
-            raise self._error
-        tokens, rows, drafts, slots = shape
-        content = {name: array.tobytes() for name, array in inputs.items()}
-        message = Run(self._changes, tokens, rows, drafts, (slots.start, slots.stop), content)
-        self._changes = []
-        for rank in self._processes:
-            self._send(rank, message)
-
-    def _send(self, rank: int, message: msgspec.Struct) -> None:
-        content, pipe = msgspec.msgpack.encode(message), self._processes[rank].stdin
+    def _send(self, rank: int, message: Job | Run) -> None:
+        pipe = self._processes[rank].stdin
         assert pipe is not None
         try:
-            pipe.write(LENGTH.pack(len(content)) + content)
+            pickle.dump(message, pipe)
             pipe.flush()
         except OSError:
             raise RankLostError(rank) from None
@@ -292,12 +285,10 @@ class Followers:
         if not lost.silent:
             reason = f"rank {lost.rank} ended"
             time.sleep(0.1)  # so that ranks that ended because of it have the status ORPHANED
-            ended = {rank: process.poll() for rank, process in self._processes.items()}
-            first = {rank: status for rank, status in ended.items() if status not in (None, ORPHANED)}
-            for rank, status in first.items():
-                by = f"by signal {-status}" if status and status < 0 else f"with status {status}"
-                reason = f"rank {rank} ended {by}"
-                break
+            for rank, process in self._processes.items():
+                if (status := process.poll()) not in (None, ORPHANED):
+                    reason = f"rank {rank} ended " + (f"by signal {-status}" if status < 0 else f"with status {status}")
+                    break
         self.close()
         self._error = BackendError(
             f"{reason} of the {len(self._processes) + 1} processes that share the target; the others were ended. Load "

@@ -23,8 +23,8 @@ from specexport.contract.options import option
 from specexport.runtime import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.request import Completion
+from specexport.runtime.speculation.timing import Progress
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.runtime.timing import Progress
 from specexport.tables import Table, bytes_text, show
 
 _FILES = ("queue.py", "heapq.py", "shlex.py", "textwrap.py", "sched.py", "fnmatch.py", "bisect.py", "colorsys.py")

@@ -99,8 +99,8 @@ def plan_command(command: PlanOptions) -> int:
         manifest = read_manifest(expanded(target))
         estimate = plan_bundle(manifest, target, device, acceptance=acceptance)
         methods = [method for method in manifest.methods if method.needs_graph]
-        drafts = next((method.name for method in methods if method.models), None)
-        without = ", ".join(method.name for method in methods if not method.models)
+        drafts = next((method.name for method in methods if method.draft is not None), None)
+        without = ", ".join(method.name for method in methods if method.draft is None)
         stored = ", ".join(dict.fromkeys(model.precision.weights for model in manifest.models.values()))
         title = f"{command.device}, {stored} as built, {manifest.max_seq_len} tokens"
     else:

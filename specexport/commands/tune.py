@@ -24,9 +24,9 @@ from specexport.contract.reading import changing
 from specexport.contract.values import counted
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.costs import Cost, CostCurve
 from specexport.runtime.machine import cache_folder
-from specexport.runtime.timing import MOST_NOISE, stored_costs
+from specexport.runtime.speculation.costs import Cost, CostCurve
+from specexport.runtime.speculation.timing import MOST_NOISE, stored_costs
 from specexport.tables import Styled, Table, show
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from specexport.contract.values import counted
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.method import exporter_of
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.timing import Progress
+from specexport.runtime.speculation.timing import Progress
 from specexport.tables import Styled, Table
 from specexport.verify import engines, logits
 from specexport.verify.graphs import check_graphs

@@ -35,7 +35,7 @@ from specexport.runtime.backends.cuda.library import choose
 from specexport.runtime.backends.cuda.trt import check_version, load_engine
 from specexport.runtime.backends.onnxruntime.graph import import_onnxruntime
 from specexport.runtime.bundle import Bundle, open_linked
-from specexport.runtime.timing import Progress
+from specexport.runtime.speculation.timing import Progress
 
 Feed = dict[str, Array]
 _Values = dict[str, npt.ArrayLike]

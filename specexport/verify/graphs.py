@@ -11,10 +11,10 @@ from onnx import TensorProto
 from specexport.contract.engines import FUSED_OPERATORS
 from specexport.contract.errors import BundleError
 from specexport.contract.model import OPSETS, RankFiles
-from specexport.contract.signature import Interface, cache_inputs, cache_outputs, declared, in_words
+from specexport.contract.signature import Interface, cache_inputs, cache_outputs, describe, interfaces
 from specexport.contract.tensors import CARRIED, COLLECTIVES, Tensor
 from specexport.runtime.bundle import Bundle, without_links
-from specexport.runtime.timing import Progress
+from specexport.runtime.speculation.timing import Progress
 
 _TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float32", TensorProto.BOOL: "bool"}
 
@@ -32,9 +32,7 @@ def check_graphs(bundle: Bundle, progress: Progress) -> int:
     manifest = bundle.manifest
     lowering = manifest.lowering
     described = [(manifest.target, manifest.target_signature)]
-    described += [
-        (model, method.signatures[role]) for method in manifest.methods for role, model in method.models.items()
-    ]
+    described += [(m.written_draft, m.signature) for m in manifest.methods if m.signature is not None]
     sources = [(engine, m) for m, _ in described for engine in m.engines if engine.file == engine.source]
     count = len(described) + len(sources)
     for done, (model, signature) in enumerate(described, start=1):
@@ -95,12 +93,12 @@ def _check_graph(
 
 
 def _check_interface(path: Path, signature: Iterable[Tensor], kind: str, values: Iterable[onnx.ValueInfoProto]) -> None:
-    expected = declared(signature)
+    expected = interfaces(signature)
     actual = {value.name: _interface(value) for value in values}
     for name in sorted(actual.keys() | expected.keys()):
         if actual.get(name) != expected.get(name):
             raise BundleError(
-                f"{path}: {kind} {name} is {in_words(actual.get(name))}, expected {in_words(expected.get(name))}"
+                f"{path}: {kind} {name} is {describe(actual.get(name))}, expected {describe(expected.get(name))}"
             )
 
 

@@ -21,8 +21,8 @@ from specexport.runtime.backend import BackendOptions, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.reader import common_prefix
+from specexport.runtime.speculation.timing import Progress
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.runtime.timing import Progress
 from specexport.tree_search import record_proposals
 from specexport.verify.logits import LIMITS, NotRunError, Numbers, Outcome, TokenAgreement, pair
 

@@ -16,7 +16,7 @@ from cuda.bindings import runtime as real
 from specexport.contract import tensors
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.backends.cuda.device_program import DeviceProgram
-from specexport.runtime.policy import SpeculationPolicy
+from specexport.runtime.speculation.policy import SpeculationPolicy
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _INT, _UNSIGNED, _LONG = ctypes.c_int, ctypes.c_uint, ctypes.c_ulonglong

@@ -1,4 +1,4 @@
-"""Running on an NVIDIA GPU: memory planned up front, pinned staging, one stream, captured graphs.
+"""Runs bundles on an NVIDIA GPU: memory planned up front, pinned staging buffers, one stream, captured graphs.
 
-Nothing here imports ``cuda.bindings``, onnxruntime or TensorRT before a bundle is opened on a GPU.
+``cuda.bindings``, onnxruntime and TensorRT are not imported before a bundle is opened on a GPU.
 """

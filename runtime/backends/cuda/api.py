@@ -14,6 +14,8 @@ from specexport.contract.errors import BackendError
 
 _NO_DEVICE = ("cudaErrorNoDevice", "cudaErrorInsufficientDriver", "cudaErrorStubLibrary", "cudaErrorInvalidDevice")
 _GIB = 1 << 30
+DEVICE = 0
+"""CUDA's number for the device in use, the first of ``CUDA_VISIBLE_DEVICES``."""
 T = TypeVar("T")
 
 
@@ -23,9 +25,8 @@ class OutOfDeviceMemoryError(BackendError):
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """A GPU: its number and name, compute capability, such as ``(8, 9)``, and bytes of memory."""
+    """A GPU: its name, its compute capability, such as ``(8, 9)``, and its bytes of memory."""
 
-    index: int
     name: str
     capability: tuple[int, int]
     total: int
@@ -35,7 +36,7 @@ class CudaDevice:
 
 
 class Cuda:
-    """The CUDA runtime on one device, which becomes the calling thread's current one.
+    """The CUDA runtime on the first device, which becomes the calling thread's current one.
 
     Addresses and handles are plain integers. Every call raises on any status but success.
 
@@ -44,26 +45,23 @@ class Cuda:
         device: the device.
 
     Raises:
-        BackendError: there is no driver or no such device; says what to do.
+        BackendError: there is no driver or no device; gives the remedy.
     """
 
-    def __init__(self, bindings: Any, index: int = 0) -> None:
+    def __init__(self, bindings: Any) -> None:
         self.bindings = bindings
-        count = self.call("cudaGetDeviceCount")
-        if index >= count:
-            raise BackendError(f"there is no GPU {index}; CUDA sees {count}. See nvidia-smi and CUDA_VISIBLE_DEVICES")
-        self.call("cudaSetDevice", index)
+        self.call("cudaGetDeviceCount")  # fails without a driver or a device
+        self.call("cudaSetDevice", DEVICE)
         kinds = bindings.cudaDeviceAttr
-        major = self.call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMajor, index)
-        minor = self.call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMinor, index)
-        name = self.call("cudaGetDeviceProperties", index).name
-        self.device = CudaDevice(
-            index, name.decode() if isinstance(name, bytes) else str(name), (major, minor), self.memory()[1]
-        )
+        major = self.call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMajor, DEVICE)
+        minor = self.call("cudaDeviceGetAttribute", kinds.cudaDevAttrComputeCapabilityMinor, DEVICE)
+        name = self.call("cudaGetDeviceProperties", DEVICE).name
+        text = name.decode() if isinstance(name, bytes) else str(name)
+        self.device = CudaDevice(text, (major, minor), self.memory()[1])
 
     @classmethod
-    def load(cls, index: int = 0) -> Cuda:
-        """Opens a device through the installed ``cuda-bindings``.
+    def load(cls) -> Cuda:
+        """Opens the device through the installed ``cuda-bindings``.
 
         Raises:
             BackendError: the package, a driver or the device is missing.
@@ -75,7 +73,7 @@ class Cuda:
                 f"cuda-bindings is not installed ({error}), and GPU backends need it; install it with: "
                 "pip install 'specexport[gpu]'"
             ) from error
-        return cls(bindings, index)
+        return cls(bindings)
 
     def memory(self) -> tuple[int, int]:
         """Bytes of device memory: free, total."""
@@ -83,7 +81,7 @@ class Cuda:
         return int(free), int(total)
 
     def allocate(self, nbytes: int) -> int:
-        """Device memory, aligned to 256 bytes at least; its content is undefined.
+        """Allocates device memory, aligned to at least 256 bytes, with undefined content; returns its address.
 
         Raises:
             OutOfDeviceMemoryError: there is too little.
@@ -94,7 +92,7 @@ class Cuda:
         self.call("cudaFree", address)
 
     def allocate_pinned(self, nbytes: int) -> int:
-        """Page-locked host memory, which the device copies directly."""
+        """Allocates page-locked host memory, which the device copies directly; returns its address."""
         return int(self.call("cudaHostAlloc", nbytes, self.bindings.cudaHostAllocDefault))
 
     def free_pinned(self, address: int) -> None:
@@ -146,14 +144,14 @@ def _version(number: int) -> str:
 
 
 class CudaStream:
-    """A queue of work that the device does in order; it does not wait for the legacy default stream.
+    """A queue of work that the device does in order, without waiting for the legacy default stream.
 
-    It has no finalizer, but lives until it is closed: libraries may use its handle in their destructors, and the order
-    of collection is undefined.
+    It has no finalizer and must be closed, as libraries may use its handle in their destructors, and the order of
+    garbage collection is undefined.
 
     Attributes:
-        handle: its form for libraries.
-        waits: number of waits for its work; for measurements.
+        handle: the stream's handle, for libraries.
+        waits: number of waits for its work, for measurements.
         capturing: whether its work is being recorded.
     """
 
@@ -170,11 +168,11 @@ class CudaStream:
         self.waits += 1
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
-        """Copies bytes; the direction follows from the addresses."""
+        """Enqueues a copy of bytes; CUDA tells by their addresses whether they are on the device or the host."""
         self._cuda.call("cudaMemcpyAsync", to, source, nbytes, self._rt.cudaMemcpyKind.cudaMemcpyDefault, self.handle)
 
     def copy_rows(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
-        """Copies ``rows`` rows of ``width`` bytes that begin a pitch apart; they may not overlap."""
+        """Enqueues a copy of ``rows`` rows of ``width`` bytes that start a pitch apart; they must not overlap."""
         kind = self._rt.cudaMemcpyKind.cudaMemcpyDefault
         self._cuda.call("cudaMemcpy2DAsync", to, to_pitch, source, source_pitch, width, rows, kind, self.handle)
 
@@ -182,10 +180,9 @@ class CudaStream:
         self._cuda.call("cudaMemsetAsync", address, value, nbytes, self.handle)
 
     def capture(self, enqueue: Callable[[], None]) -> CudaGraph:
-        """Records the work that a function enqueues, without doing it.
+        """Records the work that a function enqueues instead of doing it.
 
-        The function must not allocate or wait, and all its addresses must stay valid for as long as the graph is
-        launched.
+        The function must not allocate or wait, and all its addresses must stay valid as long as the graph is launched.
 
         Raises:
             BackendError: some of the work cannot be captured; the stream stays usable.
@@ -205,19 +202,19 @@ class CudaStream:
         return CudaGraph(self._cuda, self.handle, executable)
 
     def _begin_capture(self) -> None:
-        """Work of this stream and thread is recorded from now on."""
+        """Begins to record the work of this stream and thread."""
         mode = self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._cuda.call("cudaStreamBeginCapture", self.handle, mode)
 
     def _abandon_capture(self) -> None:
-        """Ends a capture in which something failed, so that the stream can be used again."""
+        """Ends a failed capture, so that the stream can be used again."""
         status, graph = self._rt.cudaStreamEndCapture(self.handle)
         if not int(status) and int(graph):
             self._rt.cudaGraphDestroy(graph)
         self._rt.cudaGetLastError()
 
     def capture_all(self, work: Sequence[Callable[[], None]]) -> list[CudaGraph] | BackendError:
-        """Captures every piece of work, or none: then returns the error."""
+        """Captures each piece of work; returns the error instead if one of them cannot be captured."""
         captured: list[CudaGraph] = []
         try:
             for enqueue in work:
@@ -229,7 +226,7 @@ class CudaStream:
         return captured
 
     def close(self) -> None:
-        """Destroys the stream after its work; later calls do nothing."""
+        """Destroys the stream once its work is done; later calls do nothing."""
         if not self._closed:
             self._closed = True
             self._cuda.call("cudaStreamDestroy", self.handle)
@@ -254,10 +251,10 @@ class CudaGraph:
 
 
 class DeviceThread:
-    """One thread for all calls of a device's library.
+    """The thread that makes all calls of a device's library.
 
     onnxruntime keeps handles and scratch memory for every thread that runs a session, and frees them when the thread
-    ends. Captured graphs use them, so the thread must live as long as they do. Any thread may launch a captured graph.
+    ends. Captured graphs use them, so the thread must live as long as the graphs. Any thread may launch these.
     """
 
     def __init__(self) -> None:
@@ -265,7 +262,7 @@ class DeviceThread:
         self._ident = self._pool.submit(threading.get_ident).result()
 
     def run(self, work: Callable[[], T]) -> T:
-        """Runs a function in the thread and waits for it; its exceptions are raised here."""
+        """Runs a function in the thread and waits for it; raises its exceptions."""
         if threading.get_ident() == self._ident:
             return work()
         return self._pool.submit(work).result()

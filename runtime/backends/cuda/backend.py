@@ -1,12 +1,13 @@
-"""The GPU backends: a device, its stream and memory budget, shared by all graphs of a bundle."""
+"""The GPU backends: a device, its stream and its memory budget, which all graphs of a bundle share."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from typing import cast
 
-from specexport.contract.engines import ENGINE_RUNTIMES
+from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BackendError
 from specexport.contract.model import Model
 from specexport.runtime.backend import BackendOptions, Buffers, Graph
@@ -36,12 +37,14 @@ class CudaBackend:
         BackendError: a package, a driver or a device is missing.
     """
 
+    kernels = kernels_build = ""
+
     def __init__(self, bundle: Bundle, options: BackendOptions) -> None:
         if bundle.manifest.has_states:
             raise BackendError(
                 f"{options.name} does not run layers without attention yet, which a model of this bundle has"
             )
-        runtime = next(name for name in ENGINE_RUNTIMES if name == options.name)
+        runtime = cast(EngineRuntime, options.name)  # the entry points of this class have these names
         self._bundle = bundle
         self._options = options
         self._shared = Device.share(Cuda.load(), options.gpu_memory_utilization)
@@ -56,8 +59,6 @@ class CudaBackend:
         self._steps: Steps | None = None
         self._ranks = contextlib.ExitStack()  # ends the other ranks of a split target
 
-    kernels = kernels_build = ""
-
     @property
     def default_slots(self) -> int:
         """The fewest slots, as caches take their full size at once."""
@@ -65,7 +66,7 @@ class CudaBackend:
 
     @property
     def execution(self) -> Execution:
-        """How steps on the device reach it; without them, the slowest way of its graphs."""
+        """The way in which steps reach the device; if the host drives them, the slowest way of any graph."""
         return self._steps.execution if self._steps is not None else worst(graph.execution for graph in self.graphs)
 
     @property
@@ -114,7 +115,7 @@ class CudaBackend:
         return graph
 
     def _lead(self, model: Model, slots: int, buffers: Buffers) -> DeviceGraph:
-        """Opens the first rank's part of a split target, and starts a process for each of the others."""
+        """Opens the first rank's part of a split target, and starts a process for each other rank."""
         gpus, ranks = int(self.cuda.call("cudaGetDeviceCount")), len(model.ranks)
         if gpus < ranks:
             raise BackendError(
@@ -149,7 +150,7 @@ class CudaBackend:
         return graph
 
     def follow(self, job: Job, group: ProcessGroup) -> DeviceGraph:
-        """Opens a rank's part of the target; the process ends when another rank does, even while the device waits.
+        """Opens a rank's part of the target; the process exits when another rank ends, even while the device waits.
 
         Raises:
             BackendError: see :meth:`open`.
@@ -164,7 +165,7 @@ class CudaBackend:
         return "on a device a row's rounding depends on the number of rows"
 
     def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
-        """Steps on the device if the library runs the step program's graphs, else driven by the host."""
+        """Steps on the device if the library runs the step program's graphs; otherwise the host drives them."""
         return self._run(lambda: self._program(target, loaded_methods))
 
     def _program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
@@ -183,7 +184,7 @@ class CudaBackend:
         return DeviceProgram(host, target, self.stream, variants, self._steps)
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
-        """Wraps every launch in a function, for measurements."""
+        """Calls ``around`` with every launch instead, for measurements."""
         for graph in self.graphs:
             graph.watch(around)
         if self._steps is not None:

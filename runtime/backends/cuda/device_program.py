@@ -23,7 +23,7 @@ from specexport.runtime.step import HostProgram, padded_mask
 from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, StepResult, Verified
 
 _NEVER = np.float32(1e30)
-"""Noise that rejects any draft token: its product with q exceeds every p."""
+"""Noise that rejects any draft token, as its product with q exceeds every p."""
 _MAX_UNIFORM = np.nextafter(np.float32(1.0), np.float32(0.0))
 
 
@@ -32,8 +32,8 @@ class _Part:
     """A slot's part in a step.
 
     Attributes:
-        proposal: the host's; None if the device fills the tree, or if it is the root alone.
-        draft: the draft that fills the tree on the device; None if none does.
+        proposal: the host's proposal; None if the device fills the tree, or if the tree is only the root.
+        draft: the draft that fills the tree on the device; None if the host fills it.
     """
 
     view: SlotView
@@ -45,13 +45,13 @@ class _Part:
 class DeviceProgram:
     """Steps that stay on the device, each of all slots; see :class:`~specexport.runtime.step_program.StepProgram`.
 
-    The host waits once a step: a draft proposes, the target verifies, acceptance is decided and the rows of the
-    accepted path are made contiguous before the host reads the result. If the host proposes (by look-up, from heads, or
-    with a draft whose rows it has to copy first) it writes the draft tokens and q of each instead; a model that it runs
-    for this is a separate call with its own wait.
+    The host waits once a step: before it reads the result, a draft proposes, the target verifies, acceptance is decided
+    and the rows of the accepted path are made contiguous. If the host proposes (by look-up, from heads, or with a draft
+    whose rows it has to copy first), it writes the draft tokens and the q of each instead; a model that it runs for
+    this is a separate call with a wait.
 
-    The host drives the steps that need its decisions, with the same graphs and caches: those of requests with a schema,
-    log-probabilities or relaxed acceptance, and of lookahead decoding, which reads all logits.
+    The host drives steps that need its decisions, with the same graphs and caches: for requests with a schema,
+    log-probabilities or relaxed acceptance, and for lookahead decoding, which reads all logits.
     """
 
     fuses = True
@@ -64,7 +64,7 @@ class DeviceProgram:
         self._stream = stream
         self._variants = variants
         self._steps = steps
-        # Everything but steps is the host's.
+        # The host program does everything but steps.
         self.sizes, self.filled, self.prefill, self.release = host.sizes, host.filled, host.prefill, host.release
         self.move, self.share, self.shrink_cache = host.move, host.share, host.shrink_cache
         self.reusable, self.look_up = host.reusable, host.look_up
@@ -88,10 +88,10 @@ class DeviceProgram:
         return DeviceProgram(host, self._target, self._stream, self._variants, self._steps)
 
     def _plan(self, accept: int, views: Sequence[SlotView]) -> tuple[StepVariant, list[_Part]]:
-        """The variant of the next step, with the host's proposals if no draft proposes on the device.
+        """Chooses the variant of the next step, and has the host propose unless a draft proposes on the device.
 
-        A draft does if all speculating requests use its method and it has read all their texts. It reads now what it
-        missed of a single one.
+        A draft does so if all speculating requests use its method and it has read all their texts. It reads now what it
+        missed of a single request's text.
         """
         speculating = [view for view in views if view.method is not None and len(view.tree) > 1]
         methods = {view.lookup or view.method for view in speculating}
@@ -113,16 +113,16 @@ class DeviceProgram:
         return self._variants.for_proposals(accept, [part.tree for part in parts]), parts
 
     def _write(self, variant: StepVariant, parts: Sequence[_Part]) -> None:
-        """Writes all inputs of a step; slots without a part in it write after their committed rows."""
+        """Writes all inputs of a step; slots that take no part in it write rows after their committed ones."""
         longest = max(len(part.view.tokens) for part in parts)
         inputs = self._target.prepare(variant.shape, longest - 1 + variant.shape.tokens)
         for part in parts:
             tokens = part.proposal.tokens if part.proposal is not None else None
-            self._host.write(inputs, part.view.slot, part.view, part.tree, tokens)
+            self._host.write_tree(inputs, part.view.slot, part.view, part.tree, tokens)
         drafted = [part for part in parts if part.draft is not None]
         if drafted and drafted[0].draft is not None and variant.drafting is not None:
             drafting = variant.drafting
-            drafted[0].draft.ask([part.view for part in drafted], drafting.shape.tokens, drafting.shape.drafts)
+            drafted[0].draft.write_inputs([part.view for part in drafted], drafting.shape.tokens, drafting.shape.drafts)
             drafting.graph.begin(drafting.shape)
         self._target.begin(variant.shape)
         for part in parts:
@@ -152,7 +152,7 @@ class DeviceProgram:
         """Reads a slot's accepted tokens, and informs the proposer."""
         view, tree, step = part.view, part.tree, self._steps[variant]
         accepted = int(step.outputs.host[tensors.NUM_ACCEPTED][view.slot])
-        if not 0 <= accepted <= tree.depth:  # otherwise the loop might never end
+        if not 0 <= accepted <= tree.depth:  # a wrong number might keep the loop from ending
             raise BackendError(
                 f"the device says that it accepted {accepted} of {tree.depth} draft tokens; its results cannot be "
                 "trusted. Try another driver or library, or run the bundle with --backend onnxruntime"
@@ -166,35 +166,35 @@ class DeviceProgram:
             self._target.commit(view.slot, past, [0, *path])
         if part.draft is not None:
             fed = [token for node, token in zip(path, new, strict=False) if tree.ranks[node] == 0]
-            part.draft.keep(view, fed[: tree.depth - 1])
+            part.draft.commit(view, fed[: tree.depth - 1])
         if view.method is not None:
-            outputs = self._target.width(variant.shape).outputs.host
+            outputs = self._target.buffers(variant.shape).outputs.host
             observed = {name: outputs[name][view.slot] for name in read_back(outputs)}
             self._host.inform(view, observed, path[-1] if path else 0, past, [0, *path])
         verified = None
         if len(tree) > 1:
             drafted = part.proposal.tokens.tolist() if part.proposal is not None else ()
             verified = Verified(tree, drafted, path)
-        return Outcome(new, len(tree) - 1, tree.depth, accepted, verified=verified)
+        return Outcome(new, verified=verified)
 
 
 @lru_cache(maxsize=256)
 def _parents(tree: TokenTree, nodes: int) -> Ints:
-    """Parents int64 ``[N]``; padding nodes are their own parents, so that no path reaches them."""
+    """The parents of N nodes, int64 ``[N]``; padding nodes are their own parents, so that no path reaches them."""
     parents = np.arange(nodes)
     parents[: len(tree)] = tree.parents
     return parents
 
 
 def _write_noise(uniform: Array, noise: npt.NDArray[np.float64]) -> None:
-    """Writes the noise of the tree's draft tokens, of padding nodes, and of the final draw."""
+    """Writes the noise for the tree's draft tokens, for padding nodes, and for the final draw."""
     uniform[:] = _NEVER
     uniform[: len(noise) - 1] = np.minimum(noise[:-1].astype(np.float32), _MAX_UNIFORM)
     uniform[-1] = min(np.float32(noise[-1]), _MAX_UNIFORM)
 
 
 def _write_drafted(inputs: Mapping[str, Array], proposal: Proposal | None) -> None:
-    """Writes the host's draft tokens, and q of each: 1 for tokens that were chosen without drawing."""
+    """Writes the host's draft tokens and the q of each, which is 1 for tokens that were chosen without drawing."""
     tokens = inputs[tensors.DRAFT_TOKENS]
     tokens[:] = 0
     if proposal is not None:

@@ -30,20 +30,23 @@ from specexport.runtime.backends.cuda.repeat import (
     RepeatedCalls,
     call_arrays,
     call_of,
-    note_pasts,
     repeated_points,
+    write_pasts,
 )
 
 _Piece = tuple[Enqueue, Callable[[Enqueue], None]]
-"""Work that can be captured, and a function that replaces it by the launch of the captured graph."""
+"""Work to capture, and a function that replaces it by the launch of the captured graph."""
 _Place = tuple[int, int]
-"""Rows of the cache, and the first slot of the window."""
+"""The cache's rows, and the window's first slot."""
 
 
 @dataclass
-class Width:
-    """The buffers of runs at one width, on host and device; ``enqueues`` run the graph alone, ``launches`` also copy
-    inputs and outputs.
+class RunBuffers:
+    """The buffers of runs of one shape at any cache size, on host and device, and the runs at each place.
+
+    Attributes:
+        enqueues: run the graph.
+        launches: also copy inputs and outputs.
     """
 
     inputs: StagingBuffers
@@ -53,20 +56,20 @@ class Width:
 
 
 class DeviceGraph(Graph):
-    """A graph in device memory that is allocated when it is opened; see :class:`~specexport.runtime.backend.Graph`.
+    """A graph on the device; see :class:`~specexport.runtime.backend.Graph`.
 
-    A run copies inputs to the device, runs the graph, copies outputs back, and waits. The first three are one CUDA
-    graph a shape point, captured when the model is opened. Nothing is allocated afterwards. An engine that drafts one
-    token a call is called for each (``repeat.py``); lowered portably its rows are copied into the cache
-    between the calls, so each call is captured separately.
+    All memory is allocated when the graph is opened. A run copies inputs to the device, runs the graph, copies outputs
+    back, and waits. The first three are one CUDA graph for each shape point, captured when the graph is opened. An
+    engine that drafts one token a call is called once for each token (``repeat.py``); lowered portably, its rows are
+    copied into the cache between the calls, so each call is captured separately.
 
-    With several slots every run takes all of them, which costs a GPU little compared with reading the weights; prompts
-    are read a slot at a time. An MLP speculator has no cache, so nothing is committed, reserved or moved.
+    Every run takes all slots, which costs a GPU little compared with reading the weights; but prompts are read a slot
+    at a time. An MLP speculator has no cache, so nothing is committed, reserved or moved.
 
     Attributes:
         execution: how runs reach the device.
-        fallback: why runs are not captured, if they are not; else empty.
-        cache: the model's.
+        fallback: why runs are not captured; empty if they are.
+        cache: the model's cache.
         in_place: whether the graph writes its rows into the cache.
 
     Raises:
@@ -85,7 +88,7 @@ class DeviceGraph(Graph):
     ) -> None:
         built = _runnable(executor.points, slots, role)
         self._repeated = repeated_points(model.graph.points, built)
-        # A width that no run has belongs to the follow-up calls.
+        # A narrower width than any run's is that of the follow-up calls.
         narrowest = min((point.tokens for point in model.graph.points if point.drafts), default=0)
         self._follow_up = min((point.tokens for point in built if point.drafts), default=0)
         built = {point for point in built if not point.drafts or point.tokens >= narrowest}
@@ -107,22 +110,22 @@ class DeviceGraph(Graph):
         self.cache.plan(plan)
         plan.add("workspace", executor.workspace)
         plan.add("call", of_call.nbytes)
-        for inputs, outputs in layouts.values():  # one width runs at a time
+        for inputs, outputs in layouts.values():  # only one of them runs at a time
             plan.add("inputs", inputs.nbytes)
             plan.add("outputs", outputs.nbytes)
         self._memory = plan.allocate(device, f"the {role}'s cache and buffers")
         self.cache.place(self._memory)
         self._call = StagingBuffers(device, of_call, self._memory["call"])
         self._call.upload()
-        self._widths = {
-            key: Width(
+        self._buffers = {
+            key: RunBuffers(
                 StagingBuffers(device, inputs, self._memory["inputs"]),
                 StagingBuffers(device, outputs, self._memory["outputs"]),
             )
             for key, (inputs, outputs) in layouts.items()
         }
         pieces = [piece for point in sorted(self._points) for piece in self._prepare_pieces(point)]
-        for run, _ in pieces:  # again: other points added to the memory that onnxruntime divides among a run's nodes
+        for run, _ in pieces:  # again, as other points have changed the memory that onnxruntime divides among nodes
             device.warm_up(run)
         self.execution: Execution = "plain"
         self.fallback = ""
@@ -130,9 +133,9 @@ class DeviceGraph(Graph):
 
     @property
     def self_contained(self) -> bool:
-        """Whether an enqueued run needs nothing more from the host.
+        """Whether an enqueued run can end without the host.
 
-        A portably lowered draft does: the host says where its rows are copied to.
+        A portably lowered draft cannot: the host says where to copy its rows.
         """
         return self.in_place or not self.cache.nbytes
 
@@ -154,27 +157,27 @@ class DeviceGraph(Graph):
         self.cache.move(slot, past, nodes, self._new_rows)
 
     def set_filled(self, slot: int, rows: int) -> None:
-        """Records the number of a slot's rows, which the device itself committed."""
+        """Records the number of a slot's rows after the device has committed some."""
         self._filled[slot] = rows
 
     def inputs(self, shape: RunShape) -> dict[str, Array]:
-        return self.width(shape).inputs.host
+        return self.buffers(shape).inputs.host
 
     def _run(self, shape: RunShape) -> dict[str, Array]:
-        width = self.begin(shape)
-        width.launches[self.cache.rows, shape.slots.start]()
+        buffers = self.begin(shape)
+        buffers.launches[self.cache.rows, shape.slots.start]()
         self._device.stream.synchronize()
-        return width.outputs.host
+        return buffers.outputs.host
 
-    def begin(self, shape: RunShape) -> Width:
-        """Checks the inputs of a run that is about to be enqueued; returns its width.
+    def begin(self, shape: RunShape) -> RunBuffers:
+        """Checks the inputs of a run that is about to be enqueued; returns its buffers.
 
         Raises:
             BackendError: the cache has no room for its rows.
         """
-        width, point = self.width(shape), shape.point(self.cache.rows)
-        if tensors.PAST_LENGTH in width.inputs.host:
-            past = int(width.inputs.host[tensors.PAST_LENGTH].max())
+        buffers, point = self.buffers(shape), shape.point(self.cache.rows)
+        if tensors.PAST_LENGTH in buffers.inputs.host:
+            past = int(buffers.inputs.host[tensors.PAST_LENGTH].max())
             if past + point.fed > self.cache.rows:
                 raise BackendError(
                     f"a run would write rows {past} to {past + point.fed - 1} of a cache of {self.cache.rows}; the "
@@ -182,38 +185,38 @@ class DeviceGraph(Graph):
                 )
         repeated = point in self._repeated
         if repeated:
-            note_pasts(width.inputs.host)
+            write_pasts(buffers.inputs.host)
         self._new_rows = None if self.in_place or repeated else NewRows(point.fed, shape.slots)
-        return width
+        return buffers
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
-        for width in self._widths.values():
-            for place, launch in width.launches.items():
-                width.launches[place] = functools.partial(around, launch)
+        for buffers in self._buffers.values():
+            for place, launch in buffers.launches.items():
+                buffers.launches[place] = functools.partial(around, launch)
 
     def close(self) -> None:
-        """Frees everything, the library's part first, as that may still use the stream and our memory."""
+        """Frees everything; first the library's part, which may still use the stream and our memory."""
         self._device.stream.synchronize()
         for captured in self._captured:
             captured.close()
-        for width in self._widths.values():
-            width.launches.clear()
-            width.enqueues.clear()
+        for buffers in self._buffers.values():
+            buffers.launches.clear()
+            buffers.enqueues.clear()
         self._executor.close()
-        for width in self._widths.values():
-            width.inputs.close()
-            width.outputs.close()
+        for buffers in self._buffers.values():
+            buffers.inputs.close()
+            buffers.outputs.close()
         self._call.close()
         self._memory.close()
 
-    def width(self, shape: RunShape) -> Width:
-        """The arrays and launches of a run's width.
+    def buffers(self, shape: RunShape) -> RunBuffers:
+        """The buffers and launches for a run.
 
         Raises:
-            BackendError: there is none.
+            BackendError: the graph has no such shape.
         """
         self._require(shape.point(self.cache.rows))
-        return self._widths[shape.point(0)]
+        return self._buffers[shape.point(0)]
 
     def _layouts(self, point: ShapePoint, buffers: Buffers) -> tuple[BufferLayout, BufferLayout]:
         inputs, outputs = buffers(point)
@@ -221,38 +224,38 @@ class DeviceGraph(Graph):
         return BufferLayout(inputs | pasts), BufferLayout(outputs)
 
     def _prepare_pieces(self, point: ShapePoint) -> list[_Piece]:
-        """Prepares a point and warms it up, so that libraries initialize before anything is captured."""
-        width = self._widths[_uncached(point)]
+        """Prepares a point's runs and warms them up, so that libraries initialize before they are captured."""
+        buffers = self._buffers[_uncached(point)]
         pieces: list[_Piece] = []
         for slots in (range(first, first + point.batch) for first in range(0, self._slots, point.batch)):
             calls: list[Enqueue] = []
             if point in self._repeated:
-                enqueue, calls = self._repeat(point, slots, width)
+                enqueue, calls = self._repeat(point, slots, buffers)
             else:
-                enqueue = self._prepare(point, slots, width.inputs.device | width.outputs.device)
-            run = functools.partial(self._run_with_copies, width, enqueue)
+                enqueue = self._prepare(point, slots, buffers.inputs.device | buffers.outputs.device)
+            run = functools.partial(self._run_with_copies, buffers, enqueue)
             self._device.warm_up(run)
             place = (point.cache, slots.start)
-            width.enqueues[place], width.launches[place] = enqueue, run
+            buffers.enqueues[place], buffers.launches[place] = enqueue, run
             if calls and not self.in_place:
                 pieces += [(call, functools.partial(calls.__setitem__, at)) for at, call in enumerate(calls)]
             else:
-                pieces.append((run, functools.partial(width.launches.__setitem__, place)))
+                pieces.append((run, functools.partial(buffers.launches.__setitem__, place)))
         return pieces
 
-    def _run_with_copies(self, width: Width, enqueue: Enqueue) -> None:
-        width.inputs.upload()
+    def _run_with_copies(self, buffers: RunBuffers, enqueue: Enqueue) -> None:
+        buffers.inputs.upload()
         enqueue()
-        width.outputs.download()
+        buffers.outputs.download()
 
-    def _repeat(self, point: ShapePoint, slots: range, width: Width) -> tuple[Enqueue, list[Enqueue]]:
-        """A run of several calls, and the calls."""
+    def _repeat(self, point: ShapePoint, slots: range, buffers: RunBuffers) -> tuple[Enqueue, list[Enqueue]]:
+        """A run of several calls of the engine, and these calls."""
 
         def prepare(tokens: int, arrays: dict[str, Tensor]) -> Enqueue:
             return self._prepare(call_of(point, tokens), slots, arrays)
 
         calls = RepeatedCalls(
-            self._device, width.inputs.device, width.outputs.device, self._call.device, prepare
+            self._device, buffers.inputs.device, buffers.outputs.device, self._call.device, prepare
         ).calls()
 
         def enqueue() -> None:
@@ -260,7 +263,7 @@ class DeviceGraph(Graph):
                 call()
                 tokens = self._follow_up if index else point.tokens
                 for slot in () if self.in_place else slots:
-                    past = int(width.inputs.host[PASTS][index, slot - slots.start])
+                    past = int(buffers.inputs.host[PASTS][index, slot - slots.start])
                     self.cache.move(slot, past, range(tokens), NewRows(tokens, slots))
 
         return enqueue, calls
@@ -278,7 +281,7 @@ class DeviceGraph(Graph):
         self.execution = "graph per engine"
 
     def _prepare(self, point: ShapePoint, slots: range, arrays: dict[str, Tensor]) -> Enqueue:
-        """Prepares a shape point with its caches and ``arrays``, all other inputs and outputs."""
+        """Prepares a run at a shape point; ``arrays`` are all inputs and outputs but the caches."""
         caches = self.cache.tensors(point.cache, slots)
         if self.in_place:
             returned = {name.replace("past_", "present_", 1): cache for name, cache in caches.items()}
@@ -289,7 +292,7 @@ class DeviceGraph(Graph):
 
 
 def _runnable(points: Collection[ShapePoint], slots: int, role: str) -> set[ShapePoint]:
-    """The shape points with all slots, and those with one slot for which there is none with all."""
+    """The shape points with all slots, and the points with one slot whose shape does not exist with all."""
     together = {point for point in points if point.batch == slots}
     if not together:
         raise BackendError(f"the {role} was not compiled for {slots} slots; compile it with that batch size")
@@ -299,5 +302,5 @@ def _runnable(points: Collection[ShapePoint], slots: int, role: str) -> set[Shap
 
 
 def _uncached(point: ShapePoint) -> ShapePoint:
-    """A shape point without its cache size: buffers are the same at all of them."""
+    """A shape point with cache 0, as buffers are the same for all cache sizes."""
     return msgspec.structs.replace(point, cache=0)

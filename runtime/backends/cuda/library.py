@@ -1,6 +1,6 @@
-"""The interface that onnxruntime and TensorRT implement: a library of engines, and an executor of each graph.
+"""The interface that onnxruntime and TensorRT implement: a library of engines, and an executor for each graph.
 
-One thread calls them.
+Only one thread calls them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specexport.runtime.backends.cuda.nccl import Communicator
 from specexport.runtime.bundle import Bundle
 
 Execution = Literal["host", "plain", "graph per engine", "graph per step"]
-"""How work reaches the device: there is none; call by call; a captured graph an engine; a captured graph a step."""
+"""The way in which work reaches a device, if there is one: by calls, or by a captured graph an engine or a step."""
 _WORST_FIRST: tuple[Execution, ...] = get_args(Execution)
 CACHE_TYPES: dict[ComputedIn, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),
@@ -30,16 +30,16 @@ CACHE_TYPES: dict[ComputedIn, np.dtype[Any]] = {
 }
 """The element type of the KV cache."""
 Enqueue = Callable[[], None]
-"""Enqueues one run of a graph on the stream, with the addresses it was prepared with."""
+"""Enqueues a run of a graph on the stream, with the addresses that it was prepared for."""
 
 
 def worst(executions: Iterable[Execution]) -> Execution:
-    """The slowest of several ways of execution."""
+    """The slowest of several executions."""
     return min(executions, key=_WORST_FIRST.index, default="plain")
 
 
 class Executor(Protocol):
-    """Runs one compiled graph at its shape points, in memory of the caller."""
+    """Runs a compiled graph at its shape points, in the caller's memory."""
 
     @property
     def points(self) -> frozenset[ShapePoint]:
@@ -51,15 +51,15 @@ class Executor(Protocol):
 
     @property
     def workspace(self) -> int:
-        """Bytes of scratch memory that it needs; 0 if its library allocates its own."""
+        """Bytes of scratch memory that it needs; 0 if its library allocates it."""
 
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
-        """Prepares a shape point.
+        """Prepares runs at a shape point.
 
         Args:
             point: the shape.
-            tensors: every input and output by name; their addresses must not change.
-            workspace: scratch memory of at least :attr:`workspace` bytes, shared by all its points.
+            tensors: all inputs and outputs by name; their addresses must not change.
+            workspace: scratch memory of at least :attr:`workspace` bytes, which all points share.
 
         Raises:
             BackendError: the library refuses the graph, the shape or an address.
@@ -73,7 +73,7 @@ def choose(engines: Sequence[CompiledEngine], runtime: EngineRuntime, device: Cu
     """The engines of a graph that run on a device.
 
     Raises:
-        BackendError: there are none; lists the engines that exist and says what to do.
+        BackendError: there are none; lists the existing engines and gives the remedy.
     """
     candidates = [engine for engine in engines if engine.runtime == runtime]
     if not candidates:
@@ -95,7 +95,7 @@ class Library(ABC):
     """Opens a bundle's engines on a device.
 
     Attributes:
-        without_program: why the host drives steps, if it does.
+        without_program: why the host drives steps; empty if it does not.
     """
 
     def __init__(self, bundle: Bundle, device: Device, name: EngineRuntime) -> None:
@@ -106,12 +106,12 @@ class Library(ABC):
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Batch sizes that the target's steps were compiled for, ascending."""
+        """The batch sizes that the target's steps were compiled for, ascending."""
         engines = choose(self._bundle.manifest.target.of_rank(0).engines, self.name, self._device.cuda.device)
         return sorted({p.batch for engine in engines for p in engine.profiles if p.rows == p.tokens})
 
     def open(self, graph: Model | ProgramGraph, communicator: Communicator | None = None) -> Executor:
-        """Opens a graph; the ranks of a split model combine their parts through the communicator.
+        """Opens a graph; ranks of a split model combine their parts through the communicator.
 
         Raises:
             BackendError: there are no engines for this device, or they cannot be loaded.
@@ -119,7 +119,7 @@ class Library(ABC):
         return self._open(graph, choose(graph.engines, self.name, self._device.cuda.device), communicator)
 
     def program(self) -> dict[ProgramGraph, Executor]:
-        """Opens the graphs of the step program; bundles for plain decoding have none."""
+        """Opens the graphs of the step program, of which bundles for plain decoding have none."""
         if self._bundle.manifest.target.ranks:
             self.without_program = "the host takes the steps, as GPUs share the target"
         opened: dict[ProgramGraph, Executor] = {}
@@ -136,9 +136,6 @@ class Library(ABC):
 
     @abstractmethod
     def _open(
-        self,
-        graph: Model | ProgramGraph,
-        engines: Sequence[CompiledEngine],
-        communicator: Communicator | None,
+        self, graph: Model | ProgramGraph, engines: Sequence[CompiledEngine], communicator: Communicator | None
     ) -> Executor:
         """Opens these engines of a graph; see :meth:`open`."""

@@ -1,4 +1,4 @@
-"""Device memory, planned first and allocated as one block; buffers that mirror it on the host; and the KV cache."""
+"""Device memory, planned and then allocated as one block; buffers that mirror it on the host; and the KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specexport.runtime.backend import Array, caches_by_shape
 from specexport.runtime.backends.cuda.api import Cuda, CudaStream, DeviceThread, OutOfDeviceMemoryError
 
 ALIGNMENT = 256
-"""Bytes; of every region and every array in it, as TensorRT requires."""
+"""Alignment in bytes of every region and every array in it, as TensorRT requires."""
 _GIB = 1 << 30
 
 
@@ -26,7 +26,7 @@ def align(nbytes: int) -> int:
 
 
 class MemoryBudget:
-    """The memory of a device that may be used: a share of all of it, for everything that a bundle loads."""
+    """The share of a device's memory that may be in use once a bundle is loaded."""
 
     def __init__(self, cuda: Cuda, utilization: float) -> None:
         self._utilization = utilization
@@ -36,14 +36,14 @@ class MemoryBudget:
 
     @property
     def available(self) -> int:
-        """Bytes that may still be allocated. Memory of other programs and of libraries counts as used."""
+        """Bytes that may still be allocated; memory of other programs and of libraries counts as used."""
         return int(self._total * self._utilization) - (self._total - self._cuda.memory()[0])
 
     def require(self, nbytes: int, purpose: str) -> None:
         """Checks that an allocation fits.
 
         Raises:
-            OutOfDeviceMemoryError: it does not; says how much is available and what to change.
+            OutOfDeviceMemoryError: it does not; says how much is available, and the remedy.
         """
         available = self.available
         if nbytes > available:
@@ -58,9 +58,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Device:
-    """The resources that everything on a GPU shares: its API, the stream of all work, the memory budget, and the thread
-    that calls libraries.
-    """
+    """The resources that all graphs on a GPU share: its API, stream, memory budget and library thread."""
 
     cuda: Cuda
     stream: CudaStream
@@ -69,11 +67,11 @@ class Device:
 
     @classmethod
     def share(cls, cuda: Cuda, utilization: float) -> Device:
-        """A device with a new stream and thread, and this part of all its memory."""
+        """A device with a new stream and thread, and this share of its memory."""
         return cls(cuda, CudaStream(cuda), MemoryBudget(cuda, utilization), DeviceThread())
 
     def warm_up(self, run: Callable[[], None]) -> None:
-        """Runs work twice before it is captured: onnxruntime sizes its scratch memory in the first run."""
+        """Runs work twice before it is captured, as onnxruntime sizes its scratch memory in the first run."""
         for _ in range(2):
             run()
             self.stream.synchronize()
@@ -88,17 +86,17 @@ class Region:
 
 
 class MemoryPlan:
-    """Regions to allocate together by :meth:`allocate`."""
+    """Plans regions of memory, to allocate them together."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
 
     def add(self, name: str, nbytes: int) -> None:
-        """Plans a region. Regions of one name share memory, of the largest size."""
+        """Plans a region; regions of the same name share memory of the largest size."""
         self._sizes[name] = max(nbytes, self._sizes.get(name, 0))
 
     def allocate(self, device: Device, purpose: str) -> Memory:
-        """Allocates all regions at once.
+        """Allocates all regions as one block.
 
         Raises:
             OutOfDeviceMemoryError: it does not fit.
@@ -145,7 +143,7 @@ class Tensor:
 class BufferLayout:
     """The layout of arrays in one block of memory, one after the other.
 
-    The arrays' content is the initial content of the host's copy.
+    The arrays hold the initial values of the host's copy.
     """
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
@@ -157,14 +155,19 @@ class BufferLayout:
             self.nbytes += align(array.nbytes)
 
     def tensors(self, address: int) -> dict[str, Tensor]:
-        """The arrays on the device, by name, in a block at this address."""
+        """The arrays by name, in a block of device memory at this address."""
         return {
             name: Tensor(address + self.offsets[name], array.dtype, array.shape) for name, array in self.arrays.items()
         }
 
 
 class StagingBuffers:
-    """Arrays in pinned host memory and in device memory with the same layout: one copy moves all of them."""
+    """Arrays in pinned host memory and, with the same layout, in device memory, so that one copy moves all of them.
+
+    Attributes:
+        host: the arrays on the host, by name.
+        device: the arrays on the device, by name.
+    """
 
     def __init__(self, device: Device, layout: BufferLayout, region: Region) -> None:
         assert layout.nbytes <= region.nbytes
@@ -189,7 +192,7 @@ class StagingBuffers:
             self._device.stream.copy(self._region.address, self._pinned, self._nbytes)
 
     def download(self, name: str = "") -> None:
-        """Enqueues the copy from device to host, of all or of one array; wait for it before reading."""
+        """Enqueues the copy of all arrays, or of one, from device to host; wait for it before reading."""
         source, nbytes = self._region.address, self._nbytes
         if name:
             source, nbytes = self.device[name].address, self.device[name].nbytes
@@ -197,25 +200,34 @@ class StagingBuffers:
             self._device.stream.copy(self._pinned + source - self._region.address, source, nbytes)
 
     def close(self) -> None:
-        """Frees the host's memory; its arrays must not be used any more."""
+        """Frees the host's memory, whose arrays must not be used any more."""
         self.host.clear()
         self._close()
 
 
 @dataclass(frozen=True)
 class NewRows:
-    """The new rows of a run that are outside the cache: ``fed`` a slot, of some slots."""
+    """A run's new rows that lie outside the cache: ``fed`` rows for each of some slots."""
 
     fed: int
     slots: range
 
 
 class DeviceCache:
-    """Keys and values of all layers: one block ``[L,B,Hkv,S,D]`` for each shape of a layer's rows.
+    """The keys and values of all layers: a block ``[L,B,Hkv,S,D]`` for each shape of a layer's rows.
 
-    Blocks have the size of the largest cache from the start, and smaller caches use their front, so that growing needs
-    no memory. ``sizes`` are the rows a slot may have, ascending. ``fed`` is the most new rows of a run if the graph
-    returns them instead of writing them into the cache; else 0.
+    Blocks have the size of the largest cache from the start, and smaller caches use their front, so that growing takes
+    no memory.
+
+    Args:
+        batch: B, the number of slots.
+        dtype: the type of keys and values.
+        sizes: the possible numbers of rows of a slot, ascending.
+        fed: the greatest number of new rows of a run, if the graph returns them instead of writing them into the cache;
+            else 0.
+
+    Attributes:
+        rows: S, the present number of rows of a slot.
     """
 
     def __init__(
@@ -248,7 +260,7 @@ class DeviceCache:
             plan.add("cache.plane", self._sizes[-2] * widest)
 
     def place(self, memory: Memory) -> None:
-        """Takes its regions; rows that were never written are zero."""
+        """Takes its regions and fills them with zeros."""
         self._memory = memory
         for heads, width in self._members:
             region = memory[f"cache.{heads}x{width}"]
@@ -263,11 +275,11 @@ class DeviceCache:
         )
 
     def tensors(self, rows: int, slots: range) -> dict[str, Tensor]:
-        """The layers' caches for neighbouring slots, by input name, ``[B,Hkv,rows,D]``."""
+        """The layers' caches for neighbouring slots, ``[B,Hkv,rows,D]``, by input name."""
         return self._parts("", rows, slots)
 
     def new_rows(self, fed: int, slots: range) -> dict[str, Tensor]:
-        """The memory of a run's new rows, by the name of their cache, ``[B,Hkv,fed,D]``, for any slots."""
+        """The memory for a run's new rows, ``[B,Hkv,fed,D]``, by the cache's input name; all windows share it."""
         return self._parts("new.", fed, range(len(slots)))
 
     def _parts(self, kind: str, rows: int, slots: range) -> dict[str, Tensor]:
@@ -280,7 +292,7 @@ class DeviceCache:
         return parts
 
     def _stride(self, heads: int, width: int, rows: int) -> int:
-        """Bytes from one layer's part of a block to the next; each is aligned, as libraries require."""
+        """Bytes from a layer's part of a block to the next layer's; parts are aligned, as libraries require."""
         return align(self._batch * heads * rows * width * self._dtype.itemsize)
 
     def _base(self, name: str) -> int:
@@ -288,10 +300,10 @@ class DeviceCache:
         return self._memory[f"cache.{name}"].address
 
     def resize(self, rows: int) -> None:
-        """Moves the rows apart for a larger size or together for a smaller one, in place.
+        """Moves the rows apart for a larger size, or together for a smaller one, in place.
 
-        Each plane is copied by way of a spare one, as its old and new places may overlap. Growing begins with the last
-        plane and shrinking with the first, so that no plane is overwritten before it is moved.
+        Each plane is copied via a spare one, as its old and new places may overlap. Growing begins with the last plane,
+        and shrinking with the first, so that no plane is overwritten before it is moved.
         """
         old, self.rows = self.rows, rows
         for (heads, width), members in self._members.items():
@@ -314,9 +326,9 @@ class DeviceCache:
                 self._device.stream.copy_rows(to_slot, pitch, from_slot, pitch, nbytes, heads)
 
     def move(self, slot: int, past: int, nodes: Sequence[int], new: NewRows | None) -> None:
-        """Moves the rows of a run's kept tokens, ``nodes``, to the place after a slot's first ``past`` rows.
+        """Moves the rows of a run's tokens ``nodes`` to the place after a slot's first ``past`` rows.
 
-        ``new`` describes the run's rows if they are outside the cache; None if they are in it, from ``past`` on.
+        ``new`` describes the run's rows if they lie outside the cache; None if they are in it, from ``past`` on.
         """
         for (heads, width), members in self._members.items():
             row = width * self._dtype.itemsize
@@ -338,7 +350,10 @@ class DeviceCache:
 
 
 def _runs(nodes: Sequence[int], *, skip: bool) -> list[tuple[int, int, int]]:
-    """Groups rows that can be copied at once: their place, the first node, and their number."""
+    """Groups rows that one copy can move: their new place, their first node, and their number.
+
+    ``skip`` leaves out rows that are in place.
+    """
     runs: list[tuple[int, int, int]] = []
     for to, node in enumerate(nodes):
         if skip and to == node:

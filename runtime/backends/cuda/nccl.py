@@ -1,4 +1,4 @@
-"""NCCL, through which the GPUs of a split target combine their parts: the calls of ``libnccl.so.2`` that are used."""
+"""NCCL, through which the GPUs of a split target combine their parts: wrappers of calls of ``libnccl.so.2``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from specexport.runtime.backends.cuda.memory import Tensor
 
 _NAME = "libnccl.so.2"
 _CAPSULE = b"ncclComm_t"
-"""A capsule keeps the address of its name."""
+"""The name of a communicator's capsule; a constant, as a capsule stores only its address."""
 _SUM = 0
 _KINDS = {"float16": 6, "float32": 7, "uint16": 9}
-"""NCCL's numbers of types; two-byte integers stand for bfloat16, which NumPy lacks."""
+"""NCCL's numbers for types; two-byte integers stand for bfloat16, which NumPy lacks."""
 _LAST_CALL = 1.0
-"""Seconds for a call to end by itself before it is aborted."""
+"""Seconds that a call gets to end by itself before it is aborted."""
 _NEW_CAPSULE = ctypes.pythonapi.PyCapsule_New
 _NEW_CAPSULE.restype = ctypes.py_object
 _NEW_CAPSULE.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
@@ -31,7 +31,7 @@ class _UniqueId(ctypes.Structure):
 class Nccl:
     """The library, from the package ``nvidia-nccl-cu13`` or the system.
 
-    TensorRT looks it up by its name, and finds the one that is loaded here.
+    TensorRT looks it up by name, and finds the library that is loaded here.
 
     Raises:
         BackendError: it is missing.
@@ -51,16 +51,16 @@ class Nccl:
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
 
     def unique_id(self) -> bytes:
-        """The id of a new communicator, which all its ranks need, 128 bytes."""
+        """A new communicator's id of 128 bytes, which all its ranks need."""
         unique_id = _UniqueId()
         _call(self._library, "ncclGetUniqueId", ctypes.byref(unique_id))
         return bytes(unique_id)
 
     def join(self, unique_id: bytes, rank: int, ranks: int) -> Communicator:
-        """Waits until all ranks join the communicator, each on its thread's current device.
+        """Joins a communicator on the thread's current device, and waits for all ranks.
 
         Raises:
-            BackendError: NCCL cannot connect them; says why.
+            BackendError: NCCL cannot connect them; gives the reason.
         """
         handle = ctypes.c_void_p()
         rank_id = _UniqueId.from_buffer_copy(unique_id)
@@ -78,7 +78,7 @@ class Communicator:
     """One rank's handle of a communicator.
 
     Attributes:
-        capsule: its form for TensorRT.
+        capsule: the handle in TensorRT's form.
     """
 
     def __init__(self, library: Any, handle: ctypes.c_void_p) -> None:
@@ -88,7 +88,7 @@ class Communicator:
         self._closing, self._calling = threading.Lock(), threading.Lock()
 
     def all_reduce(self, part: Tensor, stream: int) -> None:
-        """Enqueues the sum of all ranks' parts, which replaces the part.
+        """Enqueues the sum of all ranks' parts, which replaces ``part``.
 
         Raises:
             BackendError: NCCL refuses, or the communicator is closed.
@@ -109,7 +109,7 @@ class Communicator:
             _call(self._library, name, *pointers, number, *settings, self._handle, ctypes.c_void_p(stream))
 
     def close(self) -> None:
-        """Closes it, from any thread; calls that still wait for other ranks are aborted. Later calls do nothing."""
+        """Closes the communicator from any thread, and aborts calls that wait for other ranks; may be called again."""
         with self._closing:
             handle, self._handle = self._handle, None
         if handle is not None:

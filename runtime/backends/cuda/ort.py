@@ -1,4 +1,4 @@
-"""The onnxruntime-cuda backend: a session a model, with our memory and our stream."""
+"""The onnxruntime-cuda library: a session for each model, with our memory and our stream."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tensors import CARRIED, COLLECTIVES
 from specexport.contract.values import counted
+from specexport.runtime.backends.cuda.api import DEVICE
 from specexport.runtime.backends.cuda.library import CACHE_TYPES, Enqueue, Library
 from specexport.runtime.backends.cuda.memory import Device, Region, Tensor, align
 from specexport.runtime.backends.cuda.nccl import Communicator
@@ -24,7 +25,7 @@ from specexport.runtime.bundle import Bundle, open_linked
 from specexport.runtime.machine import disable_telemetry
 
 MINIMUM = (1, 31)
-"""Older releases were not tested, and may lack features that are used here."""
+"""Older releases were not tested, and may lack features that this module uses."""
 PROVIDER = "CUDAExecutionProvider"
 _RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
 _SHAPE_OPERATORS = frozenset(
@@ -33,8 +34,8 @@ _SHAPE_OPERATORS = frozenset(
         *("Range", "Reshape", "Shape", "Slice", "Squeeze", "Sub", "Unsqueeze"),
     )
 )
-"""Operators that may compute sizes on the CPU. Any other input would have to be copied from the device, which a run
-would wait for, and which no capture allows."""
+"""Operators that may run on the CPU, as they compute sizes. Inputs of others would have to be copied from the device,
+which a run would wait for and a capture does not allow."""
 _SHOWN = 5
 _BFLOAT16 = 16
 """ONNX's number of the type, which NumPy lacks."""
@@ -49,10 +50,10 @@ _, _JOIN = COLLECTIVES
 
 
 def import_onnxruntime() -> Any:
-    """The onnxruntime that runs on GPUs.
+    """Imports the onnxruntime for GPUs.
 
     Raises:
-        BackendError: it is missing, too old, or the one for CPUs, which has the same module's name.
+        BackendError: it is missing, too old, or the one for CPUs, whose module has the same name.
     """
     disable_telemetry()
     try:
@@ -73,7 +74,7 @@ def import_onnxruntime() -> Any:
             f"onnxruntime-gpu {onnxruntime.__version__} is too old; expected {MINIMUM[0]}.{MINIMUM[1]} or newer. "
             "Upgrade with: pip install -U 'specexport[gpu]'"
         )
-    # CUDA's and cuDNN's libraries may be in Python packages, where the loader does not look.
+    # The libraries of CUDA and cuDNN may be in Python packages, where the loader does not look.
     onnxruntime.preload_dlls()
     onnxruntime.set_default_logger_severity(3)  # or every session logs that no plugin has the provider
     return onnxruntime
@@ -92,15 +93,12 @@ class OnnxRuntimeLibrary(Library):
         self._counted: set[str] = set()
 
     def _open(
-        self,
-        graph: Model | ProgramGraph,
-        engines: Sequence[CompiledEngine],
-        communicator: Communicator | None,
+        self, graph: Model | ProgramGraph, engines: Sequence[CompiledEngine], communicator: Communicator | None
     ) -> SessionExecutor:
-        """Opens a graph; a model's only once, as every session has its own copy of the weights.
+        """Opens a graph: a model's once, as every session has a copy of the weights.
 
-        Graphs of the step program have no weights: they are opened once a shape, so that onnxruntime computes sizes
-        as it opens them.
+        Graphs of the step program have no weights. They are opened once for each shape, so that onnxruntime computes
+        sizes when it opens them.
         """
         (engine,) = engines
         if isinstance(graph, Model) and graph.weights not in self._counted:
@@ -131,13 +129,13 @@ class OnnxRuntimeLibrary(Library):
         options.log_severity_level = 3
         options.add_session_config_entry(_RECORD_ASSIGNMENT, "1")
         provider = {
-            "device_id": str(self._device.cuda.device.index),
+            "device_id": str(DEVICE),
             "user_compute_stream": str(self._device.stream.handle),
             "gpu_mem_limit": str(max(0, self._device.budget.available)),
             "arena_extend_strategy": "kSameAsRequested",
             # onnxruntime captures once a thread, and its captures cannot be part of a larger graph.
             "enable_cuda_graph": "0",
-            # Flash and memory-efficient attention. By default cuDNN's comes first, which compiles a kernel a shape.
+            # Flash and memory-efficient attention; by default cuDNN's comes first, which compiles a kernel a shape.
             "sdpa_kernel": "3",
             "use_tf32": "0",  # accepted tokens are compared with those on the CPU
         }
@@ -154,10 +152,10 @@ class OnnxRuntimeLibrary(Library):
 
 
 def on_device(path: Path, session: Any) -> None:
-    """Checks that a session runs nothing on the CPU but arithmetic on sizes.
+    """Checks that a session runs only arithmetic on sizes on the CPU.
 
     Raises:
-        BackendError: names the nodes that are elsewhere, or says that nothing can be on the GPU.
+        BackendError: other nodes would run there, which are named; or onnxruntime cannot use the GPU.
     """
     if PROVIDER not in session.get_providers():
         raise BackendError(
@@ -183,11 +181,12 @@ def on_device(path: Path, session: Any) -> None:
 
 @dataclass
 class _Exchange:
-    """Tensors that go from one segment to another at a shape; addresses are relative to the workspace.
+    """The tensors that go from one segment to another at a shape; addresses are relative to the workspace.
 
     Attributes:
         outputs: outputs of segments, by name.
-        inputs: inputs of later segments: the same, but for joined tensors the whole.
+        inputs: inputs of later segments, by name: the same tensors, or the whole of a joined one.
+        nbytes: bytes of workspace that they take.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -196,7 +195,7 @@ class _Exchange:
 
     @classmethod
     def of(cls, sessions: Sequence[Any], point: ShapePoint, ranks: int) -> _Exchange:
-        """Lays out the tensors; memory that is no longer read is reused for tensors of the same size."""
+        """Lays out the tensors; memory that is no longer read is reused for tensors of equal size."""
         exchange, free = cls(), defaultdict[int, list[int]](list)
         last = {value.name: at for at, session in enumerate(sessions) for value in session.get_inputs()}
 
@@ -232,10 +231,10 @@ def _declared(value: Any, point: ShapePoint) -> tuple[np.dtype[Any], tuple[int, 
 
 
 class SessionExecutor:
-    """Runs a graph in a session, or one a shape; see :class:`~specexport.runtime.backends.cuda.library.Executor`.
+    """Runs a graph in a session; see :class:`~specexport.runtime.backends.cuda.library.Executor`.
 
-    A rank's part of a split target has a session a segment, which run one after the other; between them the ranks
-    combine their parts through the communicator.
+    A rank's part of a split target has a session for each segment, which run one after the other; between them the
+    ranks combine their parts through the communicator.
     """
 
     def __init__(
@@ -244,16 +243,16 @@ class SessionExecutor:
         sessions: Mapping[ShapePoint, Sequence[Any]],
         cache_dtype: np.dtype[Any],
         device: Device,
-        ranks: int = 0,
-        communicator: Communicator | None = None,
+        ranks: int,
+        communicator: Communicator | None,
     ) -> None:
         self._ort = ort
         self._sessions = dict(sessions)
         self._device = device
         self._communicator = communicator
-        # Graphs that are not split exchange nothing, whatever their tensors are called.
+        # Graphs that are not split exchange nothing, whatever the names of their tensors.
         self._exchanges = {at: _Exchange.of(each if communicator else (), at, ranks) for at, each in sessions.items()}
-        self.workspace = max(exchange.nbytes for exchange in self._exchanges.values())  # onnxruntime's own comes on top
+        self.workspace = max(exchange.nbytes for exchange in self._exchanges.values())  # onnxruntime allocates more
         self.cache_dtype = cache_dtype
         self.points = frozenset(sessions)
 
@@ -277,7 +276,7 @@ class SessionExecutor:
                         raise BackendError(f"the graph has a tensor {value.name!r}, which no graph of a bundle has")
                     tensor = arrays[value.name]
                     kind = _BFLOAT16 if tensor.dtype == CACHE_TYPES["bf16"] else tensor.dtype.type
-                    bind(value.name, "cuda", self._device.cuda.device.index, kind, tensor.shape, tensor.address)
+                    bind(value.name, "cuda", DEVICE, kind, tensor.shape, tensor.address)
             returned = [value.name for value in session.get_outputs()]
             collectives = [name for name in returned if name in outputs and name.startswith(COLLECTIVES)]
             runs.append((session, binding, collectives))

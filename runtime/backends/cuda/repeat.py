@@ -1,4 +1,4 @@
-"""Runs an engine that drafts one token a call K times, as one run that drafts K tokens."""
+"""Calls an engine that drafts one token K times, as one run that drafts K tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from specexport.runtime.backends.cuda.library import Enqueue
 from specexport.runtime.backends.cuda.memory import Device, Tensor
 
 PASTS = "pasts"
-"""int64 ``[K,B]``, in addition to a propose graph's inputs: the cache rows before each call."""
+"""An input besides a propose graph's, int64 ``[K,B]``: the number of cache rows before each call."""
 _STATE_INPUTS = (tensors.OWN_STATE, tensors.READS_OWN)
 _ID, _UNIFORM = np.dtype(np.int64).itemsize, np.dtype(np.float32).itemsize
 
 
 def repeated_points(built_for: Collection[ShapePoint], engine: Collection[ShapePoint]) -> set[ShapePoint]:
-    """Points of a draft whose engine was only compiled for one token a call."""
+    """The points of a draft that its engine, compiled for one token a call, runs by several calls."""
     first = min((point.tokens for point in built_for if point.drafts), default=0)
     counts = {point.drafts for point in built_for if point.drafts and point.tokens == first}
     single = [point for point in engine if point.drafts == 1 and point.tokens == first]
@@ -29,14 +29,14 @@ def repeated_points(built_for: Collection[ShapePoint], engine: Collection[ShapeP
 
 
 def call_of(point: ShapePoint, tokens: int) -> ShapePoint:
-    """The shape of one call of a run, over ``tokens`` tokens."""
+    """The shape of a call, with T = ``tokens``, in a run at a point."""
     return msgspec.structs.replace(point, tokens=tokens, drafts=1)
 
 
 def call_arrays(point: ShapePoint, tokens: int, buffers: Buffers) -> dict[str, Array]:
-    """The arrays of follow-up calls, over ``tokens`` tokens, that they do not share with the run: noise and outputs.
+    """The arrays of follow-up calls, with T = ``tokens``, that they do not share with the run: noise and outputs.
 
-    For a draft that continues from its own state, also the inputs of that state.
+    A draft that continues from its own state also has the inputs that go with that state.
     """
     inputs, outputs = buffers(call_of(point, tokens))
     if tensors.OWN_STATE not in inputs:
@@ -46,8 +46,8 @@ def call_arrays(point: ShapePoint, tokens: int, buffers: Buffers) -> dict[str, A
     return {**{name: inputs[name] for name in names}, **outputs}
 
 
-def note_pasts(inputs: Mapping[str, Array]) -> None:
-    """Computes each call's ``past_length`` from the run's, on the host."""
+def write_pasts(inputs: Mapping[str, Array]) -> None:
+    """Writes each call's ``past_length``, which follows from the run's, into :data:`PASTS`."""
     pasts, first = inputs[PASTS], inputs[tensors.PAST_LENGTH]
     np.add(first, np.arange(len(pasts))[:, None], out=pasts)
     if tensors.OWN_STATE in inputs:  # follow-up calls come after the first one's rows without padding
@@ -57,14 +57,15 @@ def note_pasts(inputs: Mapping[str, Array]) -> None:
 class RepeatedCalls:
     """The calls of one run.
 
-    Between two calls of a draft model the tokens move up by one: a call reads the last two tokens of the text and draft
-    so far. A draft that continues from its own state reads that and the token it drafted. Tokens, noise, states and q
-    are copied on the device, without waiting.
+    A call of a draft model reads the last two tokens of text and draft so far, so between two calls the tokens move up
+    by one. A draft that continues from its own state reads that state and the token that it drafted. Tokens, noise,
+    states and q are copied on the device, without waiting.
 
-    ``inputs`` and ``outputs`` are the run's on the device, the inputs with :data:`PASTS` and the outputs with a row for
-    each call; ``call`` are a call's arrays, as from :func:`call_arrays`. Its other inputs share the run's memory.
-
-    ``prepare`` returns what enqueues one call, from its number of tokens, its inputs and its outputs.
+    Args:
+        inputs: the run's inputs on the device, with :data:`PASTS`.
+        outputs: the run's outputs on the device, with a row for each call.
+        call: a call's arrays, see :func:`call_arrays`; its other inputs share the run's memory.
+        prepare: prepares a call, given its number of tokens, and its inputs and outputs.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class RepeatedCalls:
         self._enqueues = (first, *([further] * (drafts - 1)))
 
     def calls(self) -> list[Enqueue]:
-        """Each call with its copies, to be enqueued in this order."""
+        """The calls with their copies, to be enqueued in this order."""
         # Not stored: a reference cycle would keep the library's session and weights alive.
         return [functools.partial(self._call, index, call) for index, call in enumerate(self._enqueues)]
 
@@ -114,5 +115,5 @@ class RepeatedCalls:
             self._device.stream.copy(self._outputs[name].address + index * result.nbytes, result.address, result.nbytes)
 
     def _column(self, to: int, to_pitch: int, source: int, pitch: int, nbytes: int) -> None:
-        """Copies an element of each slot; pitches are bytes from one slot's to the next."""
+        """Copies an element of each slot; pitches are the bytes from one slot's element to the next."""
         self._device.stream.copy_rows(to, to_pitch, source, pitch, nbytes, self._noise.shape[0])

@@ -1,4 +1,4 @@
-"""The variants of a step on a device: their shapes, proposers and inputs, and the choice of the next one."""
+"""The variants of a step on a device: their shapes, drafts and inputs, and the choice of a step's variant."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import accept_signature, fill_signature
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, RunShape
-from specexport.runtime.backends.cuda.graph import DeviceGraph, Width
+from specexport.runtime.backends.cuda.graph import DeviceGraph, RunBuffers
 from specexport.runtime.backends.cuda.library import Executor
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.step_program import LoadedMethod
@@ -26,7 +26,7 @@ ProgramGraphs = Mapping[ProgramGraph, Executor]
 
 
 def read_back(names: Collection[str]) -> list[str]:
-    """The target's outputs that a step copies to the host for proposers: all but the logits."""
+    """The names of the target's outputs that a step copies to the host for proposers: all but the logits."""
     return sorted(name for name in names if name != tensors.LOGITS)
 
 
@@ -37,13 +37,15 @@ def graphs_of(graphs: ProgramGraphs, cls: type[G]) -> list[tuple[G, Executor]]:
 
 @dataclass(frozen=True, eq=False)
 class Drafting:
-    """How a draft proposes on the device.
+    """A draft's run within a step on the device.
 
     Attributes:
-        shape: of the draft's run, over all slots.
+        graph: the draft's graph.
+        shape: the shape of its run, over all slots.
         candidates: M of q.
+        tree: the largest tree that it fills.
         at: the shape of the fill graph.
-        fill: the graph that fills the tree; None for a chain whose tokens are the draft's.
+        fill: the graph that fills the tree; None for a chain, whose nodes are the draft's tokens.
     """
 
     graph: DeviceGraph
@@ -54,12 +56,12 @@ class Drafting:
     fill: Fill | None
 
     @property
-    def width(self) -> Width:
-        """The buffers and launches of the draft."""
-        return self.graph.width(self.shape)
+    def buffers(self) -> RunBuffers:
+        """The buffers and launches of the draft's run."""
+        return self.graph.buffers(self.shape)
 
-    def holds(self, tree: TokenTree) -> bool:
-        """Whether it can fill a tree, which may be smaller than its own: draft tokens beyond it are never accepted."""
+    def can_fill(self, tree: TokenTree) -> bool:
+        """Whether it can fill a tree, also a smaller one, as draft tokens beyond the tree are never accepted."""
         largest = self.tree
         fits = len(tree) <= len(largest) and tree.depth <= largest.depth and tree.level_width <= largest.level_width
         return fits and (tree.is_chain or self.fill is not None)
@@ -67,11 +69,11 @@ class Drafting:
 
 @dataclass(frozen=True, eq=False)
 class StepVariant:
-    """A kind of step that one CUDA graph runs at each cache size.
+    """A variant of a step, which one CUDA graph runs at each cache size.
 
     Attributes:
-        shape: of the target's run, over all slots: T tokens, with the logits of each.
-        nodes: N of the tree; padding nodes of a smaller one are never accepted.
+        shape: the shape of the target's run, over all slots: T tokens with the logits of each.
+        nodes: N of the tree; a smaller tree is padded with nodes that are never accepted.
         drafting: how a draft proposes on the device; None if the host writes the draft tokens and q.
     """
 
@@ -81,9 +83,9 @@ class StepVariant:
     drafting: Drafting | None = None
 
     def inputs(self) -> dict[str, Array]:
-        """A slot's inputs of the accept and fill graphs from the host, initially for a greedy chain.
+        """A slot's inputs of the accept and fill graphs that the host writes, initially for a greedy chain.
 
-        Slots without a part in a step keep those of an earlier step, which are always valid.
+        Slots that take no part in a step keep the inputs of an earlier step, which are always valid.
         """
         arrays = {
             str(tensor): tensor.array(self._sizes)
@@ -100,8 +102,8 @@ class StepVariant:
         outputs = accept_signature(self.accept.rule, self.accept.candidates).outputs
         return {str(tensor): tensor.zeros(self._sizes) for tensor in outputs}
 
-    def between(self) -> dict[str, Array]:
-        """One slot's draft, which stays on the device: the fill graph's outputs, or a chain's."""
+    def drafted(self) -> dict[str, Array]:
+        """A slot's draft that stays on the device: the fill graph's outputs, or a chain's tokens and q."""
         if self.drafting is None:
             return {}
         filled = fill_signature(self.drafting.candidates).outputs
@@ -114,9 +116,9 @@ class StepVariant:
 
 
 class StepVariants:
-    """The captured variants of a step, and the choice of one for a batch of requests.
+    """The captured variants of a step, and the choice among them for a batch of requests.
 
-    One accept graph decides for all slots of a step, so they share one acceptance rule and at most one M.
+    One accept graph decides for all slots of a step, so they share an acceptance rule and at most one M.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class StepVariants:
                     self._verified[at, length] = by_shape.setdefault((T, N), self._variant(accept, T, N))
 
     def _add_drafted(self, name: str, drafting: Drafting) -> None:
-        """Adds the variants in which a method's draft fills a tree: with every accept graph that knows its q."""
+        """Adds the variants in which a method's draft fills a tree: one for each accept graph that takes its q."""
         length = len(drafting.tree)
         for at, accept in enumerate(self._accepts):
             variant = self._verified.get((at, length))
@@ -165,7 +167,7 @@ class StepVariants:
         return StepVariant(accept, RunShape(T, T, slots=range(self._slots)), N, drafting)
 
     def accept_graph(self, views: Sequence[SlotView]) -> int | None:
-        """Index of the accept graph for a step of these requests; None if the host has to decide."""
+        """The index of the accept graph for a step of these requests; None if the host has to decide."""
         params = [view.params for view in views]
         if any(p.logprobs is not None or p.acceptance == "relaxed" for p in params):
             return None
@@ -186,8 +188,8 @@ class StepVariants:
         return None
 
     def for_proposals(self, at: int, trees: Collection[TokenTree]) -> StepVariant:
-        """The variant for trees that the host filled, with this accept graph."""
-        # A tree smaller than any captured one runs in the next larger one's step.
+        """The variant for trees that the host filled, with the accept graph of index ``at``."""
+        # A tree that is smaller than any captured one runs in the step of the next larger one.
         variant = self._at_least(at, max(map(len, trees)))
         assert variant is not None
         return variant
@@ -195,14 +197,14 @@ class StepVariants:
     def for_draft(self, at: int, method: str, trees: Collection[TokenTree]) -> StepVariant | None:
         """The variant in which a draft fills the trees on the device; None if there is none."""
         variants = self._drafted.get((at, method), ())
-        return next((v for v in variants if v.drafting and all(map(v.drafting.holds, trees))), None)
+        return next((v for v in variants if v.drafting and all(map(v.drafting.can_fill, trees))), None)
 
     def _at_least(self, at: int, length: int) -> StepVariant | None:
         fits = [captured for index, captured in self._verified if index == at and captured >= length]
         return self._verified[at, min(fits)] if fits else None
 
     def _fitting(self, widths: Collection[int], nodes: Collection[int], length: int) -> tuple[int, int]:
-        """T and N of a step for trees of a length, 0 if there is none.
+        """T and N of a step for trees of a length; 0 if there are none.
 
         With several slots N is T, as their logits are T rows apart.
         """

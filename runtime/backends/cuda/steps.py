@@ -13,7 +13,7 @@ from specexport.contract.engines import Commit, ProgramGraph
 from specexport.contract.errors import BackendError
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.backends.cuda.api import CudaGraph
-from specexport.runtime.backends.cuda.graph import DeviceGraph, Width
+from specexport.runtime.backends.cuda.graph import DeviceGraph, RunBuffers
 from specexport.runtime.backends.cuda.library import Enqueue, Execution
 from specexport.runtime.backends.cuda.memory import BufferLayout, Device, MemoryPlan, StagingBuffers, Tensor
 from specexport.runtime.backends.cuda.step_variants import Drafting, ProgramGraphs, StepVariant, graphs_of, read_back
@@ -26,10 +26,10 @@ class DeviceStep:
     """A prepared step.
 
     Attributes:
-        inputs: the host's inputs, in addition to those of the target and the draft.
+        inputs: the host's inputs, in addition to the target's and the draft's.
         outputs: the results that the host reads.
         commits: whether the device makes the rows of the accepted path contiguous.
-        parts: the work to enqueue, one part a graph, by cache size.
+        parts: the work to enqueue, a part for each graph, by cache size.
         launches: the same work in as few calls as possible, by cache size.
     """
 
@@ -48,23 +48,19 @@ class Steps:
     """The steps that a bundle can take on the device, each of all slots.
 
     A step is enqueued as a whole: the host waits only for its results. Steps are captured when a bundle is loaded, as
-    one CUDA graph a step, or else one an engine. All their addresses stay valid until they are closed: caches, inputs
-    and outputs are allocated once and never move.
+    one CUDA graph for each step, or else for each engine. All addresses stay valid until the steps are closed: caches,
+    inputs and outputs are allocated once and never move.
 
     Attributes:
-        execution: how they reach the device.
-        fallback: why there is no better way, if there is none; else empty.
+        execution: how steps reach the device.
+        fallback: why there is no faster way; empty if steps are captured as a whole.
 
     Raises:
         BackendError: a graph is refused, or the buffers do not fit.
     """
 
     def __init__(
-        self,
-        device: Device,
-        target: DeviceGraph,
-        graphs: ProgramGraphs,
-        variants: Sequence[StepVariant],
+        self, device: Device, target: DeviceGraph, graphs: ProgramGraphs, variants: Sequence[StepVariant]
     ) -> None:
         self._device = device
         self._target = target
@@ -74,7 +70,7 @@ class Steps:
         layouts = {
             variant: [
                 BufferLayout({name: np.repeat(array, self._slots, 0) for name, array in arrays.items()})
-                for arrays in (variant.inputs(), variant.outputs(), variant.between())
+                for arrays in (variant.inputs(), variant.outputs(), variant.drafted())
             ]
             for variant in variants
         }
@@ -101,7 +97,7 @@ class Steps:
                 step.launches[cache] = [functools.partial(around, launch) for launch in launches]
 
     def close(self) -> None:
-        """Frees everything, the library's part first, as that may still use the stream and our memory."""
+        """Frees everything; first the library's part, which may still use the stream and our memory."""
         self._device.stream.synchronize()
         for captured in self._captured:
             captured.close()
@@ -118,17 +114,17 @@ class Steps:
     def _prepare_step(
         self, variant: StepVariant, inputs: BufferLayout, outputs: BufferLayout, filled: BufferLayout
     ) -> DeviceStep:
-        """Prepares and warms up a step's graphs, before it is captured."""
+        """Prepares a step's graphs and warms them up, before they are captured."""
         staged_inputs = StagingBuffers(self._device, inputs, self._memory["inputs"])
         step = DeviceStep(staged_inputs, StagingBuffers(self._device, outputs, self._memory["outputs"]))
-        verify = self._target.width(variant.shape)
+        verify = self._target.buffers(variant.shape)
         drafted = {str(name): step.inputs.device[name] for name in tensors.DRAFTED if name in step.inputs.device}
         propose: list[list[Enqueue]] = []
         uploads = [verify.inputs, step.inputs]
         if variant.drafting is not None:
             proposed = filled.tensors(self._memory["filled"].address)
             drafted, propose = self._propose(variant.drafting, verify, step, proposed)
-            uploads.append(variant.drafting.width.inputs)
+            uploads.append(variant.drafting.buffers.inputs)
         accept = self._accept(variant, verify, step, drafted)
         for cache in self._target.cache_sizes:
             commit = self._commit(variant, verify, step, cache)
@@ -141,14 +137,14 @@ class Steps:
         return step
 
     def _propose(
-        self, drafting: Drafting, verify: Width, step: DeviceStep, filled: Mapping[str, Tensor]
+        self, drafting: Drafting, verify: RunBuffers, step: DeviceStep, filled: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], list[list[Enqueue]]]:
-        """The accept graph's inputs from the draft, and the work that drafts and passes the tokens to the target."""
-        results = drafting.width.outputs.device
-        run = drafting.width.enqueues[drafting.graph.cache.rows, 0]
-        if drafting.fill is None:  # a chain's nodes are the draft's tokens
+        """The accept graph's inputs from the draft, and the work of drafting and of passing tokens to the target."""
+        results = drafting.buffers.outputs.device
+        run = drafting.buffers.enqueues[drafting.graph.cache.rows, 0]
+        if drafting.fill is None:  # the nodes of a chain are the draft's tokens
             sort: list[Enqueue] = []
-            if self._slots == 1:  # [K,1,...] lies as [1,K,...] does
+            if self._slots == 1:  # [K,1,...] and [1,K,...] are the same memory
                 filled = {name: Tensor(results[name].address, to.dtype, to.shape) for name, to in filled.items()}
             else:
                 sort = [functools.partial(self._by_slot, results[name], to) for name, to in filled.items()]
@@ -168,21 +164,23 @@ class Steps:
             at, first = to.address + index * nbytes, source.address + index * slots * nbytes
             self._device.stream.copy_rows(at, drafts * nbytes, first, nbytes, nbytes, slots)
 
-    def _pass_on(self, verify: Width, drafted: Tensor) -> None:
-        """Copies the draft tokens of each slot after its root in the target's input."""
+    def _pass_on(self, verify: RunBuffers, drafted: Tensor) -> None:
+        """Copies each slot's draft tokens into the target's input, after the root."""
         ids, nbytes = verify.inputs.device[tensors.INPUT_IDS], drafted.shape[1] * _ID
         to, pitch = ids.address + _ID, ids.shape[1] * _ID
         self._device.stream.copy_rows(to, pitch, drafted.address, nbytes, nbytes, self._slots)
 
-    def _accept(self, variant: StepVariant, verify: Width, step: DeviceStep, drafted: Mapping[str, Tensor]) -> Enqueue:
+    def _accept(
+        self, variant: StepVariant, verify: RunBuffers, step: DeviceStep, drafted: Mapping[str, Tensor]
+    ) -> Enqueue:
         logits = verify.outputs.device[tensors.LOGITS]
-        # One slot's first N rows; if the target computes fewer, the rest belong to nodes that are never accepted.
+        # The first N rows of one slot; rows that the target does not compute belong to nodes that are never accepted.
         rows = Tensor(logits.address, logits.dtype, (self._slots, variant.nodes, logits.shape[-1]))
         arrays = {**step.inputs.device, **drafted, **step.outputs.device, tensors.LOGITS: rows}
         return self._prepare(variant.accept, ShapePoint(self._slots, variant.nodes, 0, variant.nodes), arrays)
 
-    def _commit(self, variant: StepVariant, verify: Width, step: DeviceStep, cache: int) -> list[list[Enqueue]]:
-        """The work that makes accepted rows contiguous: none for chains, or if the host has them copied."""
+    def _commit(self, variant: StepVariant, verify: RunBuffers, step: DeviceStep, cache: int) -> list[list[Enqueue]]:
+        """The work that makes accepted rows contiguous; none for chains, or if the host copies them."""
         if variant.shape.tokens == 1 or (variant.drafting is not None and variant.drafting.tree.is_chain):
             return []
         point = ShapePoint(self._slots, variant.nodes, cache)
@@ -198,13 +196,13 @@ class Steps:
     def _prepare(self, graph: ProgramGraph, point: ShapePoint, arrays: Mapping[str, Tensor]) -> Enqueue:
         return self._graphs[graph].prepare(point, arrays, self._memory["workspace"])
 
-    def _read_back(self, step: DeviceStep, verify: Width) -> None:
+    def _read_back(self, step: DeviceStep, verify: RunBuffers) -> None:
         step.outputs.download()
         for name in read_back(verify.outputs.device):
             verify.outputs.download(name)
 
     def _capture(self, execution: Execution, divided: Callable[[list[Enqueue]], list[Enqueue]]) -> bool:
-        """Captures every step, or none if one of them cannot be captured; returns whether it did."""
+        """Captures the ``divided`` parts of every step; returns False, and captures none, if one cannot be captured."""
         work = [(step, cache, divided(parts)) for step in self._steps.values() for cache, parts in step.parts.items()]
         captured = self._device.stream.capture_all([part for _, _, parts in work for part in parts])
         if isinstance(captured, BackendError):

@@ -26,10 +26,10 @@ _MAX_KERNELS = 1 << 28
 
 
 def import_tensorrt(runtime: EngineRuntime) -> Any:
-    """Imports the module that runs engines of a library.
+    """Imports the module that runs a library's engines.
 
     Raises:
-        BackendError: it is not installed; names the extra.
+        BackendError: it is not installed; names the extra to install.
     """
     try:
         return importlib.import_module(runtime.replace("-", "_"))
@@ -41,10 +41,10 @@ def import_tensorrt(runtime: EngineRuntime) -> Any:
 
 
 def check_version(engine: CompiledEngine, installed: str) -> None:
-    """Checks that an engine can be read by the installed library.
+    """Checks that the installed library can read an engine.
 
     Raises:
-        BackendError: it was compiled by another release.
+        BackendError: another release compiled it.
     """
     if engine.version != installed:
         raise BackendError(
@@ -70,16 +70,16 @@ def load_engine(trt: Any, runtime: Any, folder: Path, engine: CompiledEngine) ->
 
 
 class _Kernels(msgspec.Struct):
-    """Kernels in TensorRT-RTX's format, with their SHA-256, so that it never reads a damaged file."""
+    """Kernels in TensorRT-RTX's format, with their SHA-256, so that damaged ones are never used."""
 
     sha256: str
     data: bytes
 
 
 class CompiledKernels:
-    """The kernels that TensorRT-RTX compiles on the device: one cache for all execution contexts of a bundle.
+    """The kernels that TensorRT-RTX compiles on the device, in one cache for all execution contexts of a bundle.
 
-    They are stored in the cache folder by the bundle's files, the device and the version. Execution contexts must be
+    They are stored in the cache folder, by the bundle's files, the device and the version. Execution contexts must be
     freed before this object.
     """
 
@@ -93,8 +93,8 @@ class CompiledKernels:
     def settings(self, trt: Any, engine: Any) -> Any:
         """The settings of an engine's execution contexts.
 
-        By default kernels of known shapes are compiled in the background while generic ones run, and a graph captured
-        meanwhile would launch the generic ones for ever. So they are compiled within the first run.
+        By default kernels for known shapes are compiled in the background while generic kernels run, which a graph that
+        is captured meanwhile would launch for ever. So they are compiled within the first run.
         """
         settings = engine.create_runtime_config()
         settings.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
@@ -115,7 +115,7 @@ class CompiledKernels:
             self._saved = stored.sha256
 
     def save(self) -> None:
-        """Stores the compiled kernels, if there are new ones."""
+        """Stores the compiled kernels if any are new."""
         written = self._cache.serialize() if self._cache is not None else None
         if written is not None:
             data = bytes(written)
@@ -126,12 +126,11 @@ class CompiledKernels:
 
 
 class EngineExecutor:
-    """Runs a model's engines, an execution context a shape point; see
-    :class:`~specexport.runtime.backends.cuda.library.Executor`.
+    """Runs a model's engines, with an execution context for each shape point.
 
-    Contexts share one block of scratch memory, as one of them runs at a time. TensorRT compiles nothing on the device,
-    and has no ``kernels``. The ranks of a split target create their contexts in the same order and combine their parts
-    through the communicator.
+    See :class:`~specexport.runtime.backends.cuda.library.Executor`. Contexts share a block of scratch memory, as only
+    one runs at a time. ``kernels`` is None for TensorRT, which compiles nothing on the device. The ranks of a split
+    target create their contexts in the same order and combine their parts through the communicator.
 
     Raises:
         BackendError: an engine cannot be loaded.
@@ -144,7 +143,7 @@ class EngineExecutor:
         folder: Path,
         engines: Sequence[CompiledEngine],
         kernels: CompiledKernels | None,
-        communicator: Communicator | None = None,
+        communicator: Communicator | None,
     ) -> None:
         self._trt = trt
         self._stream = stream
@@ -192,7 +191,7 @@ class EngineExecutor:
                 raise BackendError(f"{file}: tensorrt-rtx says that {point} cannot be captured")
             if not context.execute_async_v3(stream):
                 raise BackendError(f"{file}: the engine did not run at {point}; see the message above")
-            # Asked after a run, which compiles kernels, and before a capture begins.
+            # Known only after a run, which compiles kernels, and before a capture begins.
             capturable = capturable or context.is_stream_capturable(stream)
 
         return enqueue
@@ -230,14 +229,11 @@ class EngineLibrary(Library):
         self._kernels = CompiledKernels(bundle, device) if name == "tensorrt-rtx" else None
 
     def _open(
-        self,
-        graph: Model | ProgramGraph,
-        engines: Sequence[CompiledEngine],
-        communicator: Communicator | None,
+        self, graph: Model | ProgramGraph, engines: Sequence[CompiledEngine], communicator: Communicator | None
     ) -> EngineExecutor:
         trt = import_tensorrt(self.name)
         if self._kernels is not None:
-            self._kernels.save()  # those of earlier models: a killed process loses only the last one's
+            self._kernels.save()  # of earlier models, so that a killed process loses only the last model's
         size = sum(self._bundle.file(engine.file).stat().st_size for engine in engines)
         self._device.budget.require(size, "loading its engines")
         return EngineExecutor(trt, self._device.stream, self._bundle.folder, engines, self._kernels, communicator)

@@ -1,4 +1,4 @@
-"""The onnxruntime backend: every model on the CPU, in this process or split among several."""
+"""The onnxruntime backend: runs models on the CPU, in this process or split among several."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OnnxRuntimeBackend:
 
     @property
     def default_slots(self) -> int:
-        """All slots, as unused ones take no memory."""
+        """All slots, as unused slots take no memory."""
         return self._bundle.manifest.batch_sizes[-1]
 
     @property
@@ -67,7 +67,7 @@ class OnnxRuntimeBackend:
         return OnnxRuntimeGraph(master, session, model, self._bundle.manifest.lowering, slots, buffers)
 
     def _lead(self, slots: int) -> OnnxRuntimeGraph:
-        """Starts the other ranks of the target, which share the threads, and opens the first one's part."""
+        """Starts the target's other ranks, each with a share of the threads, and opens the first rank's part."""
         share = max(1, self._threads // len(self._bundle.manifest.target.ranks))
         job = Job(str(self._bundle.folder.absolute()), slots, replace(self._options, threads=share))
         followers = Followers(self._bundle, job)

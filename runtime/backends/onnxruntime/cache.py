@@ -1,4 +1,4 @@
-"""The KV cache of every layer on the host, and how it grows."""
+"""The KV cache of all layers on the host, and its growth."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from specexport.runtime.backend import Array, caches_by_shape
 
 _HUGE_PAGE = 2 << 20
 _SPARE = 16
-"""Rows that are still free when the next cache is ready: a step may write this many."""
+"""Rows that are still free when the next cache is ready, as a step may write this many."""
 _FREED_PER_STEP = 4 << 20
-"""Bytes of the old cache that a step frees; freeing all at once would take as long as copying it."""
+"""Bytes of the old cache that a step frees; freeing all of it would take as long as copying it."""
 
 
 class Rows:
-    """Zeros for ``rows`` rows of every layer's cache in several slots.
+    """The cache of all layers in several slots, initially zeros.
 
     Attributes:
-        rows: S.
-        blocks: float32 ``[L,B,Hkv,S,D]``. Layers with rows of one shape share a block, so that a commit copies all
-            of them at once.
-        parts: each layer's part, by cache name.
+        rows: S, the number of rows of a slot.
+        blocks: float32 ``[L,B,Hkv,S,D]`` each. Layers whose rows have the same shape share a block, so that a commit
+            copies the rows of all of them together.
+        parts: each layer's part of a block, by cache name.
     """
 
     def __init__(self, layers: Sequence[CacheLayer], slots: int, rows: int) -> None:
@@ -39,20 +39,20 @@ class Rows:
             self.parts.update(zip(names, block, strict=True))
 
     def _zeros(self, shape: tuple[int, int, int, int, int]) -> Array:
-        """Zeros; pages that are never written take no memory."""
+        """An array of zeros, whose pages take no memory until they are written."""
         nbytes = 4 * math.prod(shape)
         if not nbytes:
             return np.zeros(shape, np.float32)
         memory = mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)
-        # With less than a huge page a slot and layer, the first row would allocate its neighbours' pages too, and the
-        # system would fill all of them with zeros within a step.
+        # If a slot's part of a layer is smaller than a huge page, its first row would also allocate its neighbours'
+        # pages, all of which the system would fill with zeros within a step.
         if 4 * math.prod(shape[2:]) >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory.append(memory)
         return np.frombuffer(memory, np.float32).reshape(shape)
 
     def free_bytes(self, start: int, count: int) -> bool:
-        """Returns ``count`` bytes of every block from ``start`` on to the system; whether there are more after them."""
+        """Gives ``count`` bytes of each block, from ``start`` on, back to the system; returns whether more follow."""
         for memory in self._memory:
             end = min(start + count, len(memory))
             if start < end and hasattr(mmap, "MADV_DONTNEED"):
@@ -63,10 +63,14 @@ class Rows:
 class GrowingCache:
     """The cache of a graph on the host, which grows with its texts.
 
-    Allocating memory takes several times as long as copying into it. So a larger cache is filled while the present one
-    still has room, a few layers a step, and the old one is freed in the same way.
+    Allocating memory takes several times as long as copying into it. So the next larger cache is filled a few layers a
+    step while the present one still has room, and the old one is freed a few megabytes a step.
 
-    ``sizes`` are the rows that it may have, ascending.
+    Args:
+        sizes: the possible numbers of rows of a slot, ascending.
+
+    Attributes:
+        now: the present cache.
     """
 
     def __init__(self, layers: Sequence[CacheLayer], slots: int, sizes: Sequence[int]) -> None:
@@ -78,7 +82,7 @@ class GrowingCache:
         self._freed = 0
 
     def resize(self, rows: int, filled: Sequence[int]) -> None:
-        """Resizes the cache, and keeps the filled rows of each slot."""
+        """Resizes the cache, and keeps the ``filled`` rows of each slot that fit."""
         if self._next is None or self._next.rows != rows:
             self._next = Rows(self._layers, self._slots, rows)
             self._copied[:] = 0
@@ -89,17 +93,17 @@ class GrowingCache:
         self._begin(None, 0)
 
     def _begin(self, following: Rows | None, longest: int) -> None:
-        """Begins to fill a larger cache when the longest text has ``longest`` rows."""
+        """Begins to fill the cache ``following``, if any, when the longest text has ``longest`` rows."""
         self._next, self._since, self._begun = following, longest, 0
-        # Rows that are copied, by layer and slot.
+        # Number of rows that are copied, by layer and slot.
         self._copied = np.zeros((sum(len(block) for block in self.now.blocks), self._slots), np.int64)
 
     def mark_changed(self, slot: int, rows: int) -> None:
-        """Records that the rows of a slot have changed from row ``rows`` on."""
+        """Records that a slot's rows have changed, from row ``rows`` on."""
         np.minimum(self._copied[:, slot], rows, out=self._copied[:, slot])
 
     def advance(self, filled: Sequence[int]) -> None:
-        """Does a step's share of filling a larger cache and of freeing the old one."""
+        """Fills the next cache and frees the old one, as far as a step should; ``filled`` are each slot's rows."""
         if self._old is not None:
             unfreed = self._old.free_bytes(self._freed, _FREED_PER_STEP)
             self._freed += _FREED_PER_STEP
@@ -118,7 +122,7 @@ class GrowingCache:
             self._begun += 1
 
     def _copy(self, layer: int, filled: Sequence[int]) -> None:
-        """Copies the rows of a layer that the next cache does not have yet."""
+        """Copies the rows of a layer that the next cache lacks."""
         assert self._next is not None
         index = layer
         for old, new in zip(self.now.blocks, self._next.blocks, strict=True):

@@ -1,4 +1,4 @@
-"""Graphs on onnxruntime: one session a model with its symbolic master, buffers bound once a shape point."""
+"""Graphs on onnxruntime: a session of each model's symbolic master, with buffers bound once for each shape point."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BundleError
 from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.shapes import ShapePoint
-from specexport.contract.signature import Interface, cache_inputs, cache_outputs, declared, in_words
+from specexport.contract.signature import Interface, cache_inputs, cache_outputs, describe, interfaces
 from specexport.contract.tensors import DECLARED
 from specexport.runtime.backend import TILE, Array, BackendOptions, Buffers, Graph, RunShape
 from specexport.runtime.backends.onnxruntime.cache import GrowingCache, Rows
@@ -26,7 +26,7 @@ from specexport.runtime.machine import available_cores, disable_telemetry
 from specexport.runtime.states import KeptStates
 
 _LONG_CHUNK = 128
-"""Tokens of a prompt that are read at once where nobody waits; a chunk of 64 each takes up to 1.15 times as long."""
+"""Tokens of a prompt that are read in one run if no request waits; chunks of 64 take up to 1.15 times as long."""
 _TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool"}
 
 _OUT_OF_MEMORY = ("bad_alloc", "Cannot allocate memory", "Resource temporarily unavailable")
@@ -34,15 +34,15 @@ _SESSIONS: weakref.WeakSet[Any] = weakref.WeakSet()
 """All sessions of this process."""
 
 MINIMUM: dict[LoweredAs, tuple[int, int]] = {"native": (1, 28), "portable": (1, 23)}
-"""Releases before 1.28 compute TensorScatter and Attention with fully masked rows wrongly; those before 1.23 are not
-tested."""
+"""Releases before 1.28 compute TensorScatter, and Attention with fully masked rows, wrongly; releases before 1.23 were
+not tested."""
 
 
 def import_onnxruntime(lowering: LoweredAs) -> Any:
-    """The module ``onnxruntime``.
+    """Imports onnxruntime for graphs of a lowering.
 
     Raises:
-        BackendError: it is missing, or too old for that lowering.
+        BackendError: it is missing, or too old for the lowering.
     """
     disable_telemetry()
     try:
@@ -73,11 +73,10 @@ def open_session(
     cache: GraphCache | None = None,
     packed: PackedWeights | None = None,
 ) -> Any:
-    """An ``onnxruntime.InferenceSession`` of a master graph on the CPU, with the options that the engine uses.
+    """Opens an ``onnxruntime.InferenceSession`` of a master graph on the CPU, with the options that the engine uses.
 
-    If :mod:`~specexport.runtime.backends.onnxruntime.kernels` are used, the nodes that they claim run on them.
-
-    ``cache`` is used without these kernels, ``packed`` with them: None keeps packed weights in memory only.
+    Nodes that :mod:`~specexport.runtime.backends.onnxruntime.kernels` claims run on our kernels, if they are used.
+    Packed weights are kept only in memory without a cache: ``packed`` for our kernels, ``cache`` for onnxruntime's.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.
@@ -87,22 +86,22 @@ def open_session(
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    # Threads of one model must not spin while the other model runs.
+    # The threads of one model must not spin while another model runs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     # Quantized weights are multiplied as integers.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
     dequantized = lowering == "portable" or weights == "fp8"
     if dequantized:
-        # No kernel takes one scale a column: dequantize once, not in every step.
+        # No kernel takes one scale a column: dequantize once rather than in every step.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
 
-    # onnxruntime adds its own provider to ours, and then accepts no list.
+    # onnxruntime adds its provider to ours, and then accepts no list.
     added = add_kernels(options, threads, packed)
     providers = None if added else ["CPUExecutionProvider"]
     # The kernels read weights as stored; folding would widen or duplicate them. They know MatMul, not Gemm.
     disabled = ["ConstantFolding", "MatMulAddFusion"] if added and not dequantized else None
 
-    # The fallback would print an error that is raised here too, and try without our provider.
+    # The fallback would print an error that is raised here too, and try again without our provider.
     settings = {"providers": providers, "disabled_optimizers": disabled, "enable_fallback": 0}
 
     def open_graph(graph: Path) -> Any:
@@ -119,7 +118,7 @@ def open_session(
 
 
 def _never_free_sessions() -> None:
-    """Called in a forked process: freeing a session waits for its threads, which only the parent has."""
+    """Keeps sessions alive in a forked process, as freeing one waits for its threads, which only the parent has."""
     for session in _SESSIONS:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
 
@@ -129,9 +128,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def open_cached(bundle: Bundle, model: Model, name: str, options: BackendOptions) -> Any:
-    """:func:`open_session` for a graph of a bundle, with the caches of this machine.
+    """Opens a session of a bundle's graph with this machine's caches, see :func:`open_session`.
 
-    If the options say so, missing entries are written: graphs for onnxruntime's kernels, packed weights for ours.
+    With ``options.keep`` missing entries are written: graphs for onnxruntime's kernels, packed weights for ours.
 
     Raises:
         BackendError: see :func:`open_session`.
@@ -146,13 +145,13 @@ def open_cached(bundle: Bundle, model: Model, name: str, options: BackendOptions
 class OnnxRuntimeGraph(Graph):
     """A graph in an onnxruntime session on the CPU; see :class:`~specexport.runtime.backend.Graph`.
 
-    The session runs the symbolic master, so weights are in memory once, and a step may have any width. A point's input
-    and output buffers are allocated once, and bound once a window together with the caches of its slots, which are
-    neighbours in memory: natively as input and output at once, so that TensorScatter writes in place; portably as
-    input, with the new rows as output.
+    The session runs the symbolic master, so weights are in memory once, and a step may have any width. The buffers of a
+    shape point are allocated once. They are bound once for each window, together with the caches of its slots, which
+    are neighbours in memory: natively as input and output, so that TensorScatter writes in place; portably as input,
+    with the new rows as output.
 
     Raises:
-        BundleError: the graph does not take or return what the manifest says.
+        BundleError: the graph's inputs or outputs are not those that the manifest declares.
     """
 
     def __init__(
@@ -166,13 +165,13 @@ class OnnxRuntimeGraph(Graph):
         _require_declared(path, self._session, model, lowering, buffers)
         self._layers = model.cache
         self._states = KeptStates(model.states, slots) if model.states else None
-        # Recurrent states cannot go back to tokens that would be read again just to widen a run for another slot.
+        # Recurrent states cannot go back to read tokens again, as a run that is widened for another slot would.
         self.any_width = self._states is None
         self._in_place = lowering == "native"
         self._narrowest = 1 if kernels().devices and not self.not_claimed else 2
         self._buffers = buffers
         self._cache = GrowingCache(model.cache, slots, self.cache_sizes)
-        self._arrays: dict[ShapePoint, _Arrays] = {}  # by shape points without their cache sizes
+        self._arrays: dict[ShapePoint, _Arrays] = {}  # by shape points with cache 0, as they fit all cache sizes
         self._bound: dict[RunShape, Any] = {}
         self._last: tuple[int, _Arrays] | None = None  # the first slot of the last run, and its arrays
         self.reserve(1)
@@ -192,25 +191,25 @@ class OnnxRuntimeGraph(Graph):
 
     def reusable(self, slot: int, rows: int) -> int:
         rows = super().reusable(slot, rows)
-        return rows if self._states is None or self._states.reach(slot, rows) else 0
+        return rows if self._states is None or self._states.can_continue(slot, rows) else 0
 
     def _require(self, point: ShapePoint) -> ShapePoint:
-        # The session runs the master, whose dimensions are free: T may differ from that of the built point.
-        tiled = point.rows != 1 or point.tokens == 1 or point.tokens % TILE == 0  # chunks have few shapes
+        # The session runs the master, whose dimensions are free: T may differ from that of a built point.
+        tiled = point.rows != 1 or point.tokens == 1 or point.tokens % TILE == 0  # so that chunks have few shapes
         free = tiled and (self._layers or not point.drafts)
         if free and _kind(point) in map(_kind, self._points):
             return point
         return super()._require(point)
 
     def step_width(self, slots: int, nodes: int) -> int:
-        """A step may have any width.
+        """See :class:`Graph`; a step may have any width.
 
-        onnxruntime's operators compute one row differently from several: a step that uses them has at least two.
+        onnxruntime's operators compute one row differently from several, so a step that uses them has at least two.
         """
         return max(nodes, self._narrowest)
 
     def chunk(self, size: int, tokens: int, alone: bool = False) -> int:
-        """The last part of a prompt takes as many tiles as it fills."""
+        """See :class:`Graph`; the last part of a prompt takes as many tiles as it fills."""
         if not self.any_width:
             return size
         return min(max(size, _LONG_CHUNK) if alone else size, -(-tokens // TILE) * TILE)
@@ -240,7 +239,7 @@ class OnnxRuntimeGraph(Graph):
         blocks = self._cache.now.blocks
         for block, source in zip(blocks, blocks if self._in_place else arrays.new_rows, strict=True):
             rows = source[:, at, :, start:]
-            # Not take(), which would copy the whole cache first to make it contiguous.
+            # Not take(), which would first copy the whole cache to make it contiguous.
             block[:, slot, :, past : past + count] = rows[:, :, :count] if in_order else rows[:, :, list(nodes)]
 
     def inputs(self, shape: RunShape) -> dict[str, Array]:
@@ -249,7 +248,7 @@ class OnnxRuntimeGraph(Graph):
     def prepare(self, shape: RunShape, rows: int = 0) -> dict[str, Array]:
         inputs = super().prepare(shape, rows)
         if self._states is not None and tensors.KNOWN_TOKENS in inputs:
-            inputs[tensors.KNOWN_TOKENS][:] = -self._states.back  # the slot's tokens without drafts
+            inputs[tensors.KNOWN_TOKENS][:] = -self._states.back  # leaves out tokens that may be taken back
         return inputs
 
     def _run(self, shape: RunShape) -> dict[str, Array]:
@@ -307,15 +306,19 @@ class OnnxRuntimeGraph(Graph):
 
 
 def _kind(point: ShapePoint) -> tuple[int, int, int, bool]:
-    """A point but for T: batch, cache, drafts, and whether all tokens have logits."""
+    """A point without T: batch, cache, drafts, and whether all tokens have logits."""
     return point.batch, point.cache, point.drafts, point.rows == point.tokens
 
 
 @dataclass
 class _Arrays:
-    """The buffers of one shape, at any cache size.
+    """The buffers of a shape at any cache size.
 
-    Lowered portably also the F new rows: ``new_rows`` are blocks ``[L,B,Hkv,F,D]``, ``parts`` each layer's by output.
+    Attributes:
+        new_rows: lowered portably, the blocks of new rows, ``[L,B,Hkv,F,D]``.
+        parts: each layer's new rows and states, by output.
+        fed: F.
+        states: blocks of the states' rows; see :meth:`KeptStates.outputs`.
     """
 
     inputs: dict[str, Array]
@@ -327,8 +330,9 @@ class _Arrays:
 
 
 def _require_declared(path: Path, session: Any, model: Model, lowering: LoweredAs, buffers: Buffers) -> None:
-    """Compares a session's inputs and outputs with the buffers and caches that follow from the manifest: a bundle's
-    files may be intact and still not match it.
+    """Compares a session's inputs and outputs with the buffers and caches that follow from the manifest.
+
+    Intact files may still not match the manifest.
 
     Raises:
         BundleError: a tensor is missing, unexpected, or of another type or size; names it and the manifest's field.
@@ -337,9 +341,9 @@ def _require_declared(path: Path, session: Any, model: Model, lowering: LoweredA
     # The smallest of the points with all stages.
     point = min(points, key=lambda point: (-point.drafts, point.sizes["B"], point.tokens, point.cache))
     inputs, outputs = buffers(point)
-    _compare(path, "input", session.get_inputs(), _of(inputs) | declared(cache_inputs(model)))
+    _compare(path, "input", session.get_inputs(), _of(inputs) | interfaces(cache_inputs(model)))
     returned = cache_outputs(model.cache, model.states, lowering, "F")
-    _compare(path, "output", session.get_outputs(), _of(outputs) | declared(returned))
+    _compare(path, "output", session.get_outputs(), _of(outputs) | interfaces(returned))
 
 
 def _of(arrays: Mapping[str, Array]) -> dict[str, Interface]:
@@ -358,13 +362,13 @@ def _compare(path: Path, kind: str, values: Sequence[Any], expected: Mapping[str
         if field in ("cache", "states"):
             field = f"{field}[{index}]"
         raise BundleError(
-            f"{path}: {kind} {name!r} is {in_words(actual.get(name))}, but {in_words(expected.get(name))} by {field} "
+            f"{path}: {kind} {name!r} is {describe(actual.get(name))}, but {describe(expected.get(name))} by {field} "
             "of the manifest; build the bundle again"
         )
 
 
 def _matches(a: Interface, b: Interface) -> bool:
-    """Whether two types are equal, and all sizes that are numbers on both sides."""
+    """Whether two interfaces have the same type and, where both sizes are numbers, the same size."""
     sizes = zip(a[1], b[1], strict=False)
     numbers = all(m == n for m, n in sizes if isinstance(m, int) and isinstance(n, int))
     return a[0] == b[0] and len(a[1]) == len(b[1]) and numbers

@@ -18,12 +18,14 @@ _FREE_SPACE = 4
 
 
 class GraphCache:
-    """The cache entry of a quantized graph as onnxruntime runs it: with fused products and packed weights.
+    """The cache entry of a quantized graph as onnxruntime runs it, with fused products and packed weights.
 
     Optimizing the standard operators takes most of the time and memory of opening a bundle. The cached graph is the
-    same one, so its results are equal bit for bit. A graph that cannot be cached or read is optimized again.
+    optimized one, so results are equal bit for bit. A graph that cannot be cached or read is optimized again.
 
-    ``about`` is everything that it depends on, apart from this machine. With ``keep`` a missing entry is written.
+    Args:
+        about: everything that the entry depends on, apart from this machine.
+        keep: whether to write a missing entry.
     """
 
     def __init__(self, about: Sequence[str], keep: bool) -> None:
@@ -33,9 +35,9 @@ class GraphCache:
         self._keep = keep and cache is not None
 
     def session(self, path: Path, open_graph: Callable[[Path], Any], options: Any) -> Any:
-        """The session of a graph.
+        """Opens a session of a graph.
 
-        ``options`` are those that ``open_graph`` uses, an ``onnxruntime.SessionOptions``; modified.
+        ``options`` are the ``onnxruntime.SessionOptions`` that ``open_graph`` uses; modified.
         """
         with contextlib.suppress(Exception):  # whatever is wrong with the entry, the bundle's graph works
             os.utime(self._folder / _GRAPH)

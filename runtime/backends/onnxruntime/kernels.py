@@ -1,4 +1,4 @@
-"""The kernels of ``kernels/``: a plugin of onnxruntime that runs the parts of a graph that it claims, on the CPU."""
+"""The kernels of ``kernels/``: an onnxruntime plugin that runs the parts of a graph that it claims, on the CPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from specexport.contract.errors import BackendError
 from specexport.runtime.machine import cache_folder, disable_telemetry, machine_key, remove_unused
 
 LIBRARY = Path(__file__).parents[3] / "kernels" / "libspecexport.so"
-"""Compiled by ``pip install`` where there is a C++ compiler."""
+"""Compiled by ``pip install`` if there is a C++ compiler."""
 SWITCH = "SPECEXPORT_KERNELS"
-"""Environment variable; 0 runs every graph on onnxruntime's kernels."""
+"""Environment variable; 0 runs all graphs on onnxruntime's kernels."""
 
 _RECORDED = "session.record_ep_graph_assignment_info"
 _ALONE = "onnxruntime's alone, where texts may differ at two tokens that are about equally likely"
@@ -34,13 +34,13 @@ _MINIMUM = (1, 28)
 
 
 class Kernels(NamedTuple):
-    """The kernels that run graphs on the CPU.
+    """The kernels that run graphs on the CPU: ours, or onnxruntime's alone.
 
     Attributes:
-        devices: ``onnxruntime.OrtEpDevice``; empty where these kernels are not used.
-        described: which kernels are used, and if not these, why not and what to do.
-        instruction_set: the one these kernels use; empty if they are not used.
-        build: differs between builds of these kernels, as by an update that keeps the version; empty if not used.
+        devices: ``onnxruntime.OrtEpDevice`` of our kernels; empty if they are not used.
+        described: a description of the kernels; if ours are not used, also the reason and the remedy.
+        instruction_set: the instruction set that our kernels use; empty if they are not used.
+        build: identifies the build of our kernels, which may change without the version; empty if they are not used.
     """
 
     devices: list[Any]
@@ -50,17 +50,22 @@ class Kernels(NamedTuple):
 
 
 class PackedWeights(NamedTuple):
-    """The cache of a bundle's weights in the order that the kernels read them, shared by processes."""
+    """The cache of a bundle's weights in the order in which the kernels read them, shared by processes.
+
+    Attributes:
+        key: the prefix of its file names.
+    """
 
     folder: Path
     key: str
-    """The prefix of its file names."""
 
     @staticmethod
     def of(files: str, keep: bool) -> PackedWeights | None:
         """The cache of a bundle's weights on this machine; None if it is missing and must not be written.
 
-        ``files`` is a hash of the bundle's; with ``keep`` it is written if it is missing.
+        Args:
+            files: a hash of the bundle's files.
+            keep: whether to write it if it is missing.
         """
         cache = cache_folder()
         if cache is None:
@@ -77,10 +82,10 @@ class PackedWeights(NamedTuple):
 
 
 def add_kernels(options: Any, threads: int, packed: PackedWeights | None = None) -> bool:
-    """Adds these kernels to a session; nodes that they do not claim run on onnxruntime's.
+    """Adds our kernels to a session's options; nodes that they do not claim run on onnxruntime's kernels.
 
     Returns:
-        Whether the kernels are used.
+        Whether our kernels are used.
 
     Raises:
         BackendError: :data:`SWITCH` is neither 0 nor 1.
@@ -96,9 +101,9 @@ def add_kernels(options: Any, threads: int, packed: PackedWeights | None = None)
 
 
 def not_claimed(session: Any) -> Counter[str]:
-    """The rounding operators of a session that run on onnxruntime's kernels, counted by type.
+    """The numbers of rounding operators in a session that run on onnxruntime's kernels, by type.
 
-    There a row's last bits may depend on the number of rows. If there are none, texts are exact.
+    In these a row's last bits may depend on the number of rows. If there are none, texts are exact.
     """
     parts = session.get_provider_graph_assignment_info()
     unclaimed = (node.op_type for part in parts if part.ep_name == "CPUExecutionProvider" for node in part.get_nodes())
@@ -119,7 +124,7 @@ def kernels() -> Kernels:
 
 @functools.cache
 def _register(library: Path) -> Kernels:
-    """Registers the library with onnxruntime, once a process."""
+    """Registers our kernels with onnxruntime, once for each process."""
     disable_telemetry()
     try:
         import onnxruntime

@@ -1,4 +1,4 @@
-"""Graphs of a model that is split among ranks: sequences of segments, between which the ranks combine their parts."""
+"""The graphs of a split model: sequences of segments, between which the ranks combine their parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specexport.runtime.bundle import Bundle
 
 
 class Segments:
-    """One rank's sessions, run one after the other as if they were one ``onnxruntime.InferenceSession``.
+    """One rank's sessions, run one after the other like a single ``onnxruntime.InferenceSession``.
 
     ``combine_parts`` combines the ranks' parts between segments.
     """
@@ -57,7 +57,7 @@ class Segments:
 
 
 class _Binding:
-    """Bindings of all segments; tensors between them get their memory in the first run."""
+    """The bindings of all segments; tensors between segments get their memory in the first run."""
 
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
@@ -72,7 +72,7 @@ class _Binding:
                 binding.bind_ortvalue_input(name, value)
 
     def bind_ortvalue_output(self, name: str, value: Any) -> None:
-        """Binds an output of its segment, and the inputs of later ones that read it."""
+        """Binds an output of its segment, and the inputs of later segments that read it."""
         at = next(at for at, names in enumerate(self._segments.outputs) if name in names)
         self._bindings[at].bind_ortvalue_output(name, value)
         self._bound[at].append(name)
@@ -88,7 +88,7 @@ class _Binding:
                 self._first_run(at)
 
     def _first_run(self, at: int) -> None:
-        """Runs a segment for the first time: onnxruntime allocates its inner outputs, which keep their memory."""
+        """Runs a segment for the first time: onnxruntime allocates its inner outputs, whose memory later runs reuse."""
         segments, binding = self._segments, self._bindings[at]
         inner = [name for name in segments.outputs[at] if name not in self._bound[at]]
         for name in inner:
@@ -128,9 +128,9 @@ class _Declared(NamedTuple):
 
 
 class AllRanks:
-    """All ranks of a model in this process, segment by segment, for builds and ``verify``.
+    """Runs all ranks of a model in this process, segment by segment, for builds and ``verify``.
 
-    Inputs and outputs have the caches of the whole model.
+    Inputs and outputs include the caches of the whole model.
     """
 
     def __init__(self, ranks: Sequence[Sequence[Any]]) -> None:
@@ -178,7 +178,7 @@ class AllRanks:
 
 
 def open_whole(file: Callable[[str], Path], model: Model, lowering: LoweredAs, threads: int) -> Any:
-    """A session of a model's graph, split or not: ``run``, ``get_inputs`` and ``get_outputs``.
+    """Opens a session of a model's graph, split or not, with ``run``, ``get_inputs`` and ``get_outputs``.
 
     Raises:
         BackendError: onnxruntime is missing, too old, or refuses the graph.

@@ -1,64 +1,58 @@
-"""How much each request of a batch may speculate: K shrinks as the batch fills, to 0 if need be."""
+"""Decides how much each request of a step speculates: K shrinks as the batch fills, to 0 if need be."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, window
 from specexport.contract.tree import TokenTree
-from specexport.runtime.choice import (
-    KEEP_OF_ALL,
-    MAX_PLAIN_STEPS,
-    PRIOR,
-    Acceptance,
-    Fit,
-    History,
-    Idle,
-    Option,
-    Pause,
-    best,
-)
-from specexport.runtime.costs import Costs
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.reader import common_prefix
-from specexport.runtime.request import Request
+from specexport.runtime.speculation.acceptance import KEEP_OF_ALL, PRIOR, Acceptance, History
+from specexport.runtime.speculation.choice import Fit, Option, best_options
+from specexport.runtime.speculation.costs import Costs
+from specexport.runtime.speculation.probing import MAX_PLAIN_STEPS, Pause, Probe
 from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod, Outcome, StepResult
+
+if TYPE_CHECKING:
+    from specexport.runtime.request import Request
 
 LookUp = Callable[[str, SlotView], Sequence[int]]
 """Returns the draft tokens that a look-up method would propose for a slot."""
 MARGIN, LEAVING_MARGIN = 1.03, 0.97
-"""Speed-up over plain decoding that speculation must promise to be begun, as costs are not exact; and to be continued,
-as coming back costs the reading of what the draft missed meanwhile, and texts tend to become more predictable."""
+"""Speed-up over plain decoding that speculation must promise to begin, as costs are inexact; and to continue, as
+resuming it costs the reading of text that the draft missed, and texts tend to become more predictable."""
 TRIAL_MARGIN, TRIAL_STEPS = 0.9, 4
-"""The speed-up for requests that have decoded fewer steps with their method. A trial costs little; without it a batch
-that has once been judged by its worst requests, which are the last to end, would never speculate again."""
+"""The speed-up that is enough for requests with fewer steps of their method. A trial costs little. Without trials, a
+batch once judged by its worst requests, which are the last to end, would never speculate again."""
 _TRIAL_READING = 0.05
-"""Most of a request's remaining time in plain decoding that the reading of its draft may take for a trial."""
+"""Largest share of a request's remaining time in plain decoding that its draft may take to read for a trial."""
 PROBE_SHARE = 0.005
-"""Share of the time that probing methods that do not pay may cost."""
+"""Share of the time that probes of methods that do not pay may take."""
 READ_SHARE = 0.01
 """Additional share for drafts, which first read the text that they missed."""
-_EVALUATION, _EVALUATION_SHARE, _LONGEST_PAUSE = 1e-4, 0.01, 32
-"""About the seconds of evaluating the methods; most of the time that it may take while nothing pays, where steps are so
-short that this matters; and most steps without it."""
+_DECISION, _DECISION_SHARE, _LONGEST_PAUSE = 1e-4, 0.01, 32
+"""Typical seconds of a decision; the share of the time that decisions may take while nothing pays, which matters only
+if steps are short; and the most steps without one."""
 _TEXT = 64
-"""Texts are as long as the next multiple of this number of tokens, so that costs are looked up rather than computed."""
+"""Text lengths are rounded up to a multiple of this many tokens, so that most costs are cached."""
 _STEPS_AHEAD = 64
 """Most steps over which the cost of a draft's reading is spread."""
 
 
 class SpeculationPolicy:
-    """Chooses the tree each request verifies in a step, by a rule.
+    """Chooses the tree that each request verifies in a step, by a fixed rule.
 
-    A single request gets the tree that it chose. In a batch the size of its method's default tree is divided by the
-    number of requests, so a step verifies hardly more tokens than the bundle was built to verify at once.
+    A single request gets the tree that it asked for. In a batch, the size of its method's default tree is divided by
+    the number of requests, so that a step verifies hardly more tokens than the bundle was built to verify at once.
     """
 
     def __init__(self, manifest: Manifest, loaded_methods: Mapping[str, LoadedMethod]) -> None:
-        self._tokens = {name: len(loaded.method.token_trees()[0]) for name, loaded in loaded_methods.items()}
-        self._smaller = {name: loaded.method.smaller_trees(manifest.target) for name, loaded in loaded_methods.items()}
+        self._default_nodes = {name: len(loaded.method.token_trees()[0]) for name, loaded in loaded_methods.items()}
+        self._trees = {name: loaded.method.smaller_trees(manifest.target) for name, loaded in loaded_methods.items()}
 
     def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
         """Sets the tree of each request's next step; ``joining`` more requests are about to join."""
@@ -67,31 +61,31 @@ class SpeculationPolicy:
             request.view.tree = PLAIN_TREE if request.remaining <= 1 else self._share(request, len(requests))
 
     def learn(self, requests: Sequence[Request], step: StepResult, seconds: float) -> None:
-        """Learns from the step after the last :meth:`assign` and its seconds, proposing included; the rule does not."""
+        """Learns from the step after :meth:`assign`, which took ``seconds`` with proposing; a rule does not."""
 
     def _share(self, request: Request, running: int) -> TokenTree:
         method = request.view.method
         if method is None or running == 1:
             return request.tree
-        nodes = min(self._tokens[method] // running, len(request.tree))
-        return next((tree for tree in self._smaller[method] if len(tree) <= nodes), PLAIN_TREE)
+        nodes = min(self._default_nodes[method] // running, len(request.tree))
+        return next((tree for tree in self._trees[method] if len(tree) <= nodes), PLAIN_TREE)
 
 
 class MeasuredPolicy(SpeculationPolicy):
     """Chooses the trees that are expected to commit most tokens a second on this machine.
 
-    The expected acceptance comes from the request's own steps so far, at first from earlier requests. The cost of a
-    step comes from measurements, refined by the times of later steps. The cost of text that a draft has to read first
-    is spread over the remaining steps. While requests join, a step has to beat plain decoding of all of them, as it
-    delays them. All slots of a step pay for the widest tree among them, and those of one method for its largest: see
-    :func:`best`. A single request that set its number of draft tokens gets it.
+    The expected acceptance comes from the request's own steps, at first from those of earlier requests. The costs of
+    steps are measured, and refined by the times of later steps. The cost of text that a draft must read first is spread
+    over the remaining steps. While requests join, a step has to beat plain decoding of all of them, as it delays them.
+    All slots of a step pay for the widest tree among them, and those of one method for its largest: see
+    :func:`best_options`. A single request that set its number of draft tokens gets it.
 
-    A request without a named method uses look-ups in its text when they promise more than its own method. Looked-up
-    tokens are compared with the step's outcome even if they were not used, so their acceptance is always known.
+    A request that names no method uses look-ups in its text when they promise more than its own method. Looked-up
+    tokens are compared with the step's outcome even if they were not used, so that their acceptance is always known.
 
-    When nothing pays, the next steps are plain without another evaluation (:class:`~specexport.runtime.choice.Pause`).
-    Where plain steps take less than 2 ms, as on GPUs, so are more of them, until look-ups find something if they had
-    found nothing.
+    After a decision that nothing pays, some steps are plain without another decision
+    (:class:`~specexport.runtime.speculation.probing.Pause`). If plain steps take less than 2 ms, as on GPUs, the pause
+    is longer; it ends early when look-ups that had found nothing find something.
 
     While a method is left out, a budget for probing it grows by ``PROBE_SHARE`` of the time, for a draft by
     ``READ_SHARE`` more, and is spent on its smallest tree. Accepted tokens are paid back, so that a successful probe is
@@ -112,19 +106,21 @@ class MeasuredPolicy(SpeculationPolicy):
         self._chunk = manifest.prefill_chunk
         points = manifest.target.graph.points
         self._widths = sorted({point.tokens for point in points if point.rows == point.tokens})
-        self._fits = {name: [self._fit(name, tree) for tree in self._smaller[name]] for name in loaded_methods}
+        self._fits = {name: [self._fit(name, tree) for tree in self._trees[name]] for name in loaded_methods}
+        self._everyone = History(keep=KEEP_OF_ALL)
+        # The last decision.
         self._chosen: dict[Request, Fit] = {}
-        self._idle: list[Idle] = []
+        self._probes: list[Probe] = []
         self._looked_up: dict[Request, Sequence[int]] = {}
         self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
         self._size, self._text = 1, 1
-        self._before = 1, 1  # batch size and width of the last step
         self._seconds: dict[int, float] = {}
+        # Between decisions.
+        self._last_shape = 1, 1  # batch size and width of the last step
         self._pause = Pause()
         self._most_plain = MAX_PLAIN_STEPS
         self._found = False
-        self._everyone = History(keep=KEEP_OF_ALL)
-        self._saved: dict[str, float] = {}
+        self._budgets: dict[str, float] = {}
 
     def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
         self._chosen, self._looked_up, self._gained = {}, {}, {}
@@ -136,16 +132,16 @@ class MeasuredPolicy(SpeculationPolicy):
             for request in requests:
                 request.view.tree = PLAIN_TREE
             return
-        self._idle = []
+        self._probes = []
         longest = max(len(request.view.tokens) for request in requests)
         self._text = -(-longest // _TEXT) * _TEXT
         self._size = self._batch(requests)
         self._seconds = {}
         if len(requests) == 1 and requests[0].fixed:
             super().assign(requests)
-            for request in requests:
-                if request.view.method is not None and len(request.view.tree) > 1:
-                    self._chosen[request] = self._fit(request.view.method, request.view.tree)
+            view = requests[0].view
+            if view.method is not None and len(view.tree) > 1:
+                self._chosen[requests[0]] = self._fit(view.method, view.tree)
             return
         coming = len(requests) + joining
         plain = len(requests) / self._verify(1)
@@ -162,7 +158,7 @@ class MeasuredPolicy(SpeculationPolicy):
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
-        self._most_plain = min(int(_EVALUATION / (_EVALUATION_SHARE * self._verify(1))), _LONGEST_PAUSE)
+        self._most_plain = min(int(_DECISION / (_DECISION_SHARE * self._verify(1))), _LONGEST_PAUSE)
         self._found = any(self._looked_up.values())
         pauses = not self._chosen and (not self._found or self._most_plain > MAX_PLAIN_STEPS)
         self._pause.follow(requests, joining, MAX_PLAIN_STEPS if pauses else 0)
@@ -193,8 +189,16 @@ class MeasuredPolicy(SpeculationPolicy):
         return MARGIN if request.history.unread else LEAVING_MARGIN
 
     def _choose(self, groups: Mapping[str, list[Request]], requests: Sequence[Request], least: float) -> None:
-        """Chooses the trees of a step that has to commit more than ``least`` tokens a second, and a probe."""
-        rate, picks = best([self._options(*group) for group in groups.items()], len(requests), least, self._verify)
+        """Chooses the trees of a step that has to commit more than ``least`` tokens a second, and perhaps a probe.
+
+        ``groups`` are the requests of each method.
+        """
+
+        def best() -> tuple[float, tuple[Option | None, ...]]:
+            options = [self._options(name, members) for name, members in groups.items()]
+            return best_options(options, len(requests), least, self._verify)
+
+        rate, picks = best()
         regrouped: dict[str, list[Request]] = {}
         for name, members in groups.items():
             for request in members:
@@ -202,23 +206,22 @@ class MeasuredPolicy(SpeculationPolicy):
                 regrouped.setdefault(request.view.lookup or name, []).append(request)
         if regrouped != groups:
             groups = regrouped
-            _, picks = best([self._options(*group) for group in groups.items()], len(requests), least, self._verify)
+            _, picks = best()
         width = max((pick.width for pick in picks if pick is not None), default=1)
         for (name, members), pick in zip(groups.items(), picks, strict=True):
             if pick is not None:
                 self._chosen |= pick.fits
             elif members[0].view.lookup is None:
-                self._idle.append(self._idling(name, members, width, len(requests)))
-        probe = next((idle for idle in self._idle if self._saved.get(idle.name, 0.0) >= idle.cost), None)
+                self._probes.append(self._probe(name, members, width, len(requests)))
+        probe = next((probe for probe in self._probes if self._budgets.get(probe.method, 0.0) >= probe.cost), None)
         if probe is not None:
-            probe.probed = True
+            probe.taken = True
             self._chosen |= probe.fits
 
     def _better_lookup(self, request: Request, rate: float, running: int) -> str | None:
-        """The look-up method for a request, if its draft tokens are worth more than those of the request's own method.
+        """The look-up method for a request; None if its own method's draft tokens are worth at least as much.
 
-        ``rate`` is the tokens a second that the ``running`` requests' step commits without look-ups: the value of its
-        time.
+        ``rate`` is the tokens a second that the ``running`` requests commit without look-ups: the value of time.
         """
         name, method = request.lookup, request.view.method
         if name is None or method is None:
@@ -266,10 +269,10 @@ class MeasuredPolicy(SpeculationPolicy):
             options.append(Option(width, sum(gain for gain, _ in most.values()), seconds, fits))
         return options
 
-    def _idling(self, name: str, members: list[Request], width: int, running: int) -> Idle:
-        """The cost of probing a method that was left out of a step of some width."""
+    def _probe(self, name: str, members: list[Request], width: int, running: int) -> Probe:
+        """The probe of a method that was left out of a step of this width."""
         read = self._costs.read(name)
-        # A draft reads the text that it missed, so only the request with the least of it probes.
+        # A draft reads the text that it missed, so only the request that missed least takes part.
         probing = [min(members, key=lambda request: request.history.unread)] if read else members
         fits = {request: self._within(name, request)[-1] for request in probing}
         wider = max(width, *(fit.width for fit in fits.values()))
@@ -278,18 +281,19 @@ class MeasuredPolicy(SpeculationPolicy):
         cost += sum(self._read(name, request) for request in probing)
         share = PROBE_SHARE + (READ_SHARE if read else 0.0)
         income = share * self._verify(width) * len(members) / running
-        return Idle(name, fits, cost, read, self._verify(1) / running, income)
+        return Probe(name, fits, cost, read, self._verify(1) / running, income)
 
     def _within(self, name: str, request: Request) -> list[Fit]:
-        """The trees a request may verify: at most the size that it asked for or looked up, the largest first."""
+        """The trees that a request may verify: at most as large as it asked for or looked up, the largest first."""
         most = len(request.tree) if request.view.lookup is None else len(self._looked_up[request]) + 1
         return [fit for fit in self._fits[name] if fit.nodes <= most]
 
     def _batch(self, requests: Collection[Request]) -> int:
+        """The batch size of a run that includes these requests."""
         return len(window([request.view.slot for request in requests], self._sizes))
 
     def _read(self, name: str, request: Request) -> float:
-        """Seconds of reading the text that a draft missed."""
+        """Seconds in which a method's draft reads the text that it missed."""
         read, unread = self._costs.read(name), request.history.unread
         if not read or not unread:
             return 0.0
@@ -300,8 +304,12 @@ class MeasuredPolicy(SpeculationPolicy):
         return read * chunks
 
     def _acceptance(self, request: Request, method: str | None, kind: int) -> tuple[Acceptance, Acceptance]:
-        """The acceptance of a request, and of all of about its temperature: the hotter, the less is accepted."""
-        heat = _heat(request)
+        """The acceptance of a request, and of all requests at about its temperature: the hotter, the less.
+
+        ``kind`` is the acceptance class of the trees.
+        """
+        params = request.view.params
+        heat = 0.0 if params.greedy else min(params.temperature, 2.0)
         everyone = self._everyone.acceptance(method, (kind, round(2 * heat)), prior=PRIOR / max(1.0, heat))
         return request.history.acceptance(method, kind, everyone), everyone
 
@@ -313,7 +321,7 @@ class MeasuredPolicy(SpeculationPolicy):
             for fit in fits:
                 deepest[fit.acceptance_class] = max(fit.depth, deepest.get(fit.acceptance_class, 0))
             gains = {
-                kind: self._acceptance(request, method, kind)[0].by_depth(depth) for kind, depth in deepest.items()
+                kind: self._acceptance(request, method, kind)[0].expected(depth) for kind, depth in deepest.items()
             }
             most = request.remaining - 1.0
             self._gained[key] = [(min(gains[fit.acceptance_class][fit.depth], most), fit) for fit in fits]
@@ -330,35 +338,37 @@ class MeasuredPolicy(SpeculationPolicy):
             fit, history = self._chosen.get(request), request.history
             if (tokens := self._looked_up.get(request)) and request.lookup is not None:
                 matching = common_prefix(tokens, outcome.tokens)
-                depth = min(len(tokens), matching + (matching < len(outcome.tokens)))  # tokens after the step's unknown
+                # Whether a token after the step's own would have been accepted is not known.
+                depth = min(len(tokens), matching + (matching < len(outcome.tokens)))
                 for acceptance in self._acceptance(request, request.lookup, 0):
                     acceptance.learn(depth, matching)
             if fit is None or request.view.lookup is not None:
                 history.unread += len(outcome.tokens)
-            elif outcome.drafted or fit.windowed:
+            elif outcome.drafted or fit.has_extra_nodes:
                 for acceptance in self._acceptance(request, request.view.method, fit.acceptance_class):
                     acceptance.learn(outcome.depth or fit.depth, outcome.accepted)
                 history.unread = 0
                 history.speculated += 1
             else:
                 history.unread = max(0, history.unread - self._chunk) + len(outcome.tokens)
-        for idle in self._idle:
-            self._saved[idle.name] = idle.settled(self._saved.get(idle.name, 0.0), outcomes)
+        for probe in self._probes:
+            self._budgets[probe.method] = probe.settle(self._budgets.get(probe.method, 0.0), outcomes)
 
     def _refine(self, outcomes: Mapping[Request, Outcome], step: StepResult, seconds: float) -> None:
-        """Refines the costs by a step's times, unless it was not as chosen, or a draft read text that it had missed.
+        """Refines the costs by a step's times.
 
-        Nor where it follows a step of another width: for some steps after that it takes longer, and a plain step that
-        looks expensive among others would make them look cheap.
+        Steps say nothing if they were not as chosen, or if a draft read text that it had missed. Nor do those after a
+        step of another width: for some steps they take longer, and a plain step that looks expensive among wide ones
+        would make these look cheap.
 
         If a draft proposed in the target's run, there is one time for both, which refines the cost of proposing.
         """
-        as_chosen = (outcomes[request].drafted or fit.windowed for request, fit in self._chosen.items())
+        as_chosen = (outcomes[request].drafted or fit.has_extra_nodes for request, fit in self._chosen.items())
         if not all(as_chosen):
             return
         width = _at_least(self._widths, max((fit.width for fit in self._chosen.values()), default=1))
-        before, self._before = self._before, (self._size, width)
-        if before != self._before:
+        last, self._last_shape = self._last_shape, (self._size, width)
+        if last != self._last_shape:
             return
         verify = self._verify(width)
         if not step.fused:
@@ -373,14 +383,10 @@ class MeasuredPolicy(SpeculationPolicy):
 
 
 def _steps(request: Request, gain: float) -> float:
-    """The steps to come over which the cost of a draft's reading is spread, if each is expected to gain that much."""
+    """The steps over which the cost of a draft's reading is spread, if each is expected to gain ``gain`` tokens."""
     return min(max(request.remaining / (1.0 + gain), 1.0), _STEPS_AHEAD)
 
 
-def _heat(request: Request) -> float:
-    return 0.0 if request.view.params.greedy else min(request.view.params.temperature, 2.0)
-
-
 def _at_least(sizes: Sequence[int], least: int) -> int:
-    """The smallest of ascending sizes that is large enough, or the largest."""
+    """The smallest of ascending sizes that is at least ``least``, or the largest."""
     return next((size for size in sizes if size >= least), sizes[-1])

@@ -1,4 +1,4 @@
-"""Measures the cost of steps when a bundle is first opened on a machine, and stores it."""
+"""Measures the costs of steps when a bundle is first opened on a machine, and stores them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import Method
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Backend, Graph
-from specexport.runtime.costs import Cost, CostCurve, Costs, MethodCosts
 from specexport.runtime.machine import MachineRecord
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import Proposal, Proposer, SlotView
+from specexport.runtime.speculation.costs import Cost, CostCurve, Costs, MethodCosts
 from specexport.runtime.step_program import LoadedMethod, StepProgram
 
 SECONDS = 3.0
-"""About how long calibration may take, unless single steps are slower than that allows."""
+"""Default limit of a measurement in seconds, unless single steps are slower than that allows."""
 MOST_NOISE = 1.5
-"""A busier machine is measured again when the bundle is opened the next time; see ``CostCurve.noise``."""
+"""Limit of ``CostCurve.noise``: on a busier machine costs are not stored, and measured again at the next opening."""
 _VERSION = "whole steps on devices"
 """Version of the measurement; older results are discarded."""
 _ROUNDS = 25
@@ -34,9 +36,9 @@ _PLAIN_BEFORE = 5
 _SPACING = 1.15
 """Least ratio of neighbouring measured widths; costs between them are interpolated."""
 _WIDER = 2
-"""Widest steps of a batch that are measured, all slots together, relative to a single slot's widest."""
+"""Widest measured steps of a batch, all slots together, relative to a single slot's widest."""
 _LONGER = 8
-"""Relative length of the longer text from which the cost of a further token is computed."""
+"""Length of the longer text, from which the cost of a further token is computed, relative to the other text's."""
 _PERIOD = 11
 """Tokens after which the text repeats itself, so that look-ups have matches."""
 _LEAST = 1e-9
@@ -45,12 +47,15 @@ _GREEDY = SamplingParams(temperature=0.0)
 _FIXED = "fixed"
 
 Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the finished rounds and all rounds."""
+Key = tuple[str, int]
+"""Name of a timed call: a method's name and the nodes of its tree; or no name, and T of a step without proposing."""
 Trial = Callable[[], float]
 """Runs a call once and returns the seconds that it took."""
 
 
 def stored_costs(manifest: Manifest, backend: Backend, slots: int) -> MachineRecord[CostCurve]:
-    """The stored curve of a bundle on this machine, by everything that step times depend on."""
+    """The record of a bundle's costs on this machine, named by everything that step times depend on."""
     content = msgspec.json.encode(manifest).decode()
     about = (_VERSION, content, backend.device, backend.kernels_build, str(slots), *_versions())
     return MachineRecord("costs", about, CostCurve)
@@ -73,15 +78,15 @@ def measure(
     seconds: float = SECONDS,
     progress: Progress | None = None,
 ) -> CostCurve:
-    """Times steps and proposals, one slot first, then larger batches while there is time.
+    """Times steps and proposals, of one slot first, then of larger batches while there is time.
 
-    For larger batches only steps at most ``_WIDER`` times as wide, all slots together, as a single slot's widest are
-    timed, and the widest, as costs beyond it would be guessed. The calls of a batch size take turns, so that a machine
-    whose speed drifts affects them equally; a cost is the least of 25 rounds, or of as many as there is time for, at
-    least one after the first, which pays for buffers.
+    A cost is the least of 25 rounds, or of as many as there is time for: at least one after the first, which pays for
+    buffers. The calls of a batch size take turns, so that a machine whose speed drifts affects them equally. A larger
+    batch takes only steps at most ``_WIDER`` times as wide, all slots together, as a single slot's widest, and the
+    widest, as costs beyond it would be guessed.
 
-    A device that drafts in the target's run takes whole steps, of the kinds that decoding takes: proposing costs what a
-    step of a method takes longer than one of the same width whose draft tokens the host wrote.
+    A device that drafts in the target's run takes whole steps, of the kinds that decoding takes: the cost of proposing
+    is then the difference between a step of the method and one of the same width whose draft tokens the host wrote.
 
     Args:
         manifest: the bundle's.
@@ -89,18 +94,14 @@ def measure(
         target: the target's graph; nothing else may use it meanwhile, and its slots are emptied.
         loaded_methods: the methods to measure, by name.
         seconds: about how long it may take.
-        progress: called with what is being timed, the rounds done and the rounds in all.
+        progress: reports the progress.
     """
     fixed = program.with_methods({_FIXED: LoadedMethod(Method(), _Fixed())})
     points = manifest.target.graph.points
-    tokens = _spaced(sorted({point.tokens for point in points if point.rows == point.tokens}))
-    most_text = manifest.max_seq_len - tokens[-1] - 1
-    # A chunk for a draft to read; which tokens they are costs nothing.
-    length = max(2, min(manifest.prefill_chunk + 1, most_text))
-    text, longer_text = (
-        [at % min(_PERIOD, manifest.target.vocab_size) for at in range(count)]
-        for count in (length, max(length, min(_LONGER * length, most_text)))
-    )
+    widths = _spaced(sorted({point.tokens for point in points if point.rows == point.tokens}))
+    most_text = manifest.max_seq_len - widths[-1] - 1
+    text = _text(manifest, max(2, min(manifest.prefill_chunk + 1, most_text)))  # a chunk for a draft to read
+    longer_text = _text(manifest, max(len(text), min(_LONGER * len(text), most_text)))
     target.shrink_cache(0)
     steps: list[Cost] = []
     proposals: dict[str, list[Cost]] = {name: [] for name in loaded_methods}
@@ -111,21 +112,15 @@ def measure(
         began = time.perf_counter()
         if steps and began + 2 * batch_time > end:  # two rounds, each about as long as the last batch size's
             break
-        most = tokens[-1]
+        most = widths[-1]
         if batch > target.sizes[0]:
-            most = max(_WIDER * most // batch, tokens[min(1, len(tokens) - 1)])
-        trials: dict[tuple[str, int], Trial] = {
-            ("", width): _step(fixed, _views(text, batch, TokenTree.chain(width), _FIXED))
-            for width in tokens
-            if width <= most or width == tokens[-1]
-        }
+            most = max(_WIDER * most // batch, widths[min(1, len(widths) - 1)])
+        trials = _steps(fixed, text, batch, [width for width in widths if width <= most or width == widths[-1]])
         for name, loaded in loaded_methods.items():
             trees = loaded.method.smaller_trees(manifest.target)
             for tree in [tree for tree in trees if len(tree) <= most] or trees[-1:]:
-                views = _views(text, batch, tree, name)
-                trials[name, len(tree)] = (
-                    _whole_step(program, views) if program.fuses else _propose(loaded.proposer, views)
-                )
+                call = program.step if program.fuses else loaded.proposer.propose
+                trials[name, len(tree)] = _timed(partial(call, _views(text, batch, tree, name)))
         left = len(target.sizes) - target.sizes.index(batch)
         share = (end - began) * 2 / (left + 1) if batch == 1 else (end - began) / left
         costs = _in_turns(
@@ -134,40 +129,36 @@ def measure(
         for (name, nodes), least in costs.items():
             (proposals[name] if name else steps).append(Cost(batch=batch, tokens=nodes, seconds=least))
         batch_time = sum(costs.values())
-    longer: dict[tuple[str, int], float] = {}
+    longer: dict[Key, float] = {}
     if len(longer_text) > len(text):
-        ends = {
-            ("", width): _step(fixed, _views(longer_text, target.sizes[0], TokenTree.chain(width), _FIXED))
-            for width in sorted({tokens[0], tokens[-1]})
-        }
-        longer = _in_turns(ends, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
+        trials = _steps(fixed, longer_text, target.sizes[0], sorted({widths[0], widths[-1]}))
+        longer = _in_turns(trials, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
     for slot in range(target.sizes[-1]):
         target.copy(slot, slot, 0)
         for loaded in loaded_methods.values():
             loaded.proposer.release(slot)
     target.shrink_cache(0)
-    after = [Cost(batch=target.sizes[0], tokens=width, seconds=least) for (_, width), least in longer.items()]
     curve = CostCurve(
         text=len(text),
-        steps=tuple(_rising(steps)),
+        steps=_rising(steps),
         longer_text=len(longer_text),
-        longer=tuple(_rising(after)),
+        longer=_rising([Cost(batch=target.sizes[0], tokens=width, seconds=s) for (_, width), s in longer.items()]),
         methods=(),
         noise=statistics.median(noise),
     )
     if program.fuses:
-        verifying = Costs(curve)
-        for name, whole in proposals.items():
-            extra = loaded_methods[name].method.extra_nodes
-            proposals[name] = [
-                _beyond(cost, verifying.step(cost.batch, extra + cost.tokens, len(text))) for cost in whole
-            ]
+        proposals = {name: _proposing(curve, loaded_methods[name].method, whole) for name, whole in proposals.items()}
     methods = tuple(
-        MethodCosts(method=name, propose=tuple(_rising(measured)), read=reads[name])
+        MethodCosts(method=name, propose=_rising(measured), read=reads[name])
         for name, measured in proposals.items()
         if measured
     )
-    return msgspec.structs.replace(curve, methods=methods)
+    return replace(curve, methods=methods)
+
+
+def _text(manifest: Manifest, length: int) -> list[int]:
+    """A text that repeats itself; costs do not depend on its tokens."""
+    return [at % min(_PERIOD, manifest.target.vocab_size) for at in range(length)]
 
 
 def _spaced(widths: Sequence[int]) -> list[int]:
@@ -180,7 +171,7 @@ def _spaced(widths: Sequence[int]) -> list[int]:
 
 
 class _Fixed(Proposer):
-    """Proposes the token 0 throughout: the cost of a step does not depend on its tokens."""
+    """Always proposes the token 0: the cost of a step does not depend on its tokens."""
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         proposals = {}
@@ -195,37 +186,29 @@ def _views(text: Sequence[int], slots: int, tree: TokenTree, method: str) -> lis
     return [SlotView(slot, list(text), _GREEDY, noise, tree, text[:_PERIOD], method) for slot in range(slots)]
 
 
-def _step(program: StepProgram, views: Sequence[SlotView]) -> Trial:
-    """A step that can be repeated: it does not grow the text, so it writes the same cache rows each time."""
+def _steps(fixed: StepProgram, text: Sequence[int], batch: int, widths: Sequence[int]) -> dict[Key, Trial]:
+    """Steps of these widths. They do not grow the text, so they can be repeated and write the same cache rows."""
 
+    def step(views: Sequence[SlotView]) -> float:
+        start = time.perf_counter()
+        result = fixed.step(views)
+        return time.perf_counter() - start - result.propose
+
+    chains = {width: TokenTree.chain(width) for width in widths}
+    return {("", width): partial(step, _views(text, batch, tree, _FIXED)) for width, tree in chains.items()}
+
+
+def _timed(call: Callable[[], object]) -> Trial:
     def trial() -> float:
         start = time.perf_counter()
-        step = program.step(views)
-        return time.perf_counter() - start - step.propose
-
-    return trial
-
-
-def _whole_step(program: StepProgram, views: Sequence[SlotView]) -> Trial:
-    def trial() -> float:
-        start = time.perf_counter()
-        program.step(views)
-        return time.perf_counter() - start
-
-    return trial
-
-
-def _propose(proposer: Proposer, views: Sequence[SlotView]) -> Trial:
-    def trial() -> float:
-        start = time.perf_counter()
-        proposer.propose(views)
+        call()
         return time.perf_counter() - start
 
     return trial
 
 
 def _read(manifest: Manifest, loaded: LoadedMethod, text: Sequence[int], slots: int) -> float:
-    """Has a method read a text in every slot; returns the seconds of a chunk, 0 if no draft reads."""
+    """Has a method read a text in every slot; returns the seconds of a chunk, 0 if it reads nothing."""
     method, proposer = loaded.method, loaded.proposer
     views, outputs = _views(text, slots, TokenTree.chain(2), method.name), {}
     if method.target_outputs:
@@ -245,23 +228,21 @@ def _read(manifest: Manifest, loaded: LoadedMethod, text: Sequence[int], slots: 
 
 
 def _in_turns(
-    trials: Mapping[tuple[str, int], Trial],
+    trials: Mapping[Key, Trial],
     seconds: float,
     name: str,
     noise: list[float],
     progress: Progress | None,
     before: int = 1,
-) -> dict[tuple[str, int], float]:
+) -> dict[Key, float]:
     """The least time of each trial; the ratio of its median to that is appended to ``noise``.
 
-    ``before`` plain steps come before one that is timed.
-
-    Calls follow each other as in decoding: steps follow ones of their width, and a proposal if they verify any. After
-    other calls a plain step takes up to a sixth longer, which it takes several to get over, as what it reads has left
-    the nearest caches; and a small draft would stay there if no step came between its runs.
+    Calls follow each other as in decoding: steps follow steps of their width (a plain one ``before`` of them), and a
+    proposal if there are any. After other calls a plain step takes up to a sixth longer, and several steps to recover,
+    as its weights have left the nearest caches. A small draft would stay there if no step came between its runs.
     """
     steps, proposals = ([key for key in trials if bool(key[0]) is proposes] for proposes in (False, True))
-    times: dict[tuple[str, int], list[float]] = {key: [] for key in trials}
+    times: dict[Key, list[float]] = {key: [] for key in trials}
     end = time.perf_counter() + seconds
     for turn in range(_ROUNDS + 1):
         for at in range(max(len(steps), len(proposals) + 1)):
@@ -284,16 +265,19 @@ def _in_turns(
     return least
 
 
-def _beyond(cost: Cost, seconds: float) -> Cost:
-    return msgspec.structs.replace(cost, seconds=max(cost.seconds - seconds, _LEAST))
+def _proposing(curve: CostCurve, method: Method, whole_steps: Sequence[Cost]) -> list[Cost]:
+    """The costs of proposing: the costs of whole steps less those of verifying."""
+
+    def seconds(cost: Cost) -> float:
+        return cost.seconds - verify(cost.batch, method.extra_nodes + cost.tokens, curve.text)
+
+    verify = Costs(curve).step
+    return [replace(cost, seconds=max(seconds(cost), _LEAST)) for cost in whole_steps]
 
 
-def _rising(costs: Sequence[Cost]) -> list[Cost]:
-    """Costs, lowered to that of any wider step or larger batch that took less: noise only adds to measurements."""
-    return [
-        msgspec.structs.replace(
-            cost,
-            seconds=min(c.seconds for c in costs if c.batch >= cost.batch and c.tokens >= cost.tokens),
-        )
+def _rising(costs: Sequence[Cost]) -> tuple[Cost, ...]:
+    """Costs, each lowered to that of any wider step or larger batch that took less: noise only adds to times."""
+    return tuple(
+        replace(cost, seconds=min(c.seconds for c in costs if c.batch >= cost.batch and c.tokens >= cost.tokens))
         for cost in sorted(costs, key=lambda cost: (cost.batch, cost.tokens))
-    ]
+    )

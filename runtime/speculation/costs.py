@@ -1,4 +1,4 @@
-"""The cost of steps on a machine: a curve of measured ones, interpolated and refined."""
+"""The costs of steps and proposals on a machine: measured, interpolated, and refined by later steps."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from specexport.contract.shapes import Size, Strict
 
 Seconds = Annotated[float, Meta(gt=0.0, le=1e6)]
 _PACE_STEP, _FACTOR_STEP = 1.02, 1.005
-"""Factors by which an observed time moves the estimate of the machine's speed, and a call's own factor."""
+"""Factors by which an observed time moves the estimate of the machine's speed, and the call's correction."""
 _MOST: Final = 1.5
 """Largest factor by which refinement changes a measured cost."""
 
 
 class Cost(Strict, frozen=True):
-    """The time of one call, the least of several: other load on the machine only adds to it.
+    """The time of a call.
 
     Attributes:
-        batch: slots that took part, B.
+        batch: B, slots that took part.
         tokens: for a step, T; for proposing, the nodes of each slot's tree.
-        seconds: wall-clock time.
+        seconds: the least wall-clock time of several calls, as other load on the machine only adds to it.
     """
 
     batch: Size
@@ -33,11 +33,11 @@ class Cost(Strict, frozen=True):
 
 
 class MethodCosts(Strict, frozen=True):
-    """What proposing with a method costs.
+    """The costs of proposing with a method.
 
     Attributes:
         method: its name.
-        propose: d(B, K): the time of proposing each of its trees.
+        propose: d(B, K), for each of its trees.
         read: seconds in which a draft reads a chunk of text; 0 for methods that read nothing.
     """
 
@@ -50,10 +50,10 @@ class CostCurve(Strict, frozen=True):
     """The measured costs of a bundle on a machine.
 
     Attributes:
-        text: tokens of the text at whose end ``steps`` were measured.
-        steps: c(B, T): steps without proposing, for every batch size up to the largest that was measured.
-        longer_text: tokens of the longer text of ``longer``.
-        longer: c(B, T) at its end, of the smallest batch size; empty if the bundle's context is too short.
+        text: tokens of the text after which ``steps`` were measured.
+        steps: c(B, T) without proposing, for every batch size up to the largest that was measured.
+        longer_text: tokens of the text after which ``longer`` was measured.
+        longer: c(B, T) of the smallest batch size; empty if the bundle's context is too short.
         methods: the costs of every measured method.
         noise: ratio of a call's median time to its least, the median over all calls: other load on the machine.
     """
@@ -67,20 +67,21 @@ class CostCurve(Strict, frozen=True):
 
 
 class Costs:
-    """c(B, T) and d(B, K) of a curve, after any text. Widths between measured ones are interpolated linearly, those
-    beyond the last extrapolated. Each further token of a slot's text adds the same cost.
+    """c(B, T) and d(B, K) for any batch, width and text, from a measured curve.
 
-    A batch larger than any that was measured takes as long as the largest one with as many tokens in total, and its
-    proposals take proportionally longer.
+    Costs between measured widths are interpolated linearly, and extrapolated beyond the last. Each further token of a
+    slot's text adds the same cost. A batch larger than any that was measured takes as long as the largest one with as
+    many tokens in total, and its proposals take proportionally longer.
 
-    The times of steps refine the costs (:meth:`refine`): in decoding a wide step takes a few percent longer, relative
-    to a plain one, than when it was measured, and the machine may have been busy then. Only ratios of costs matter. So
-    each call has a factor in addition to the machine's present speed, and a time above or below the expected one moves
-    both by a fixed small step: they follow the median, and outliers count as much as any other time.
+    The times of steps refine the costs (:meth:`refine`), as wide steps take a few percent longer in decoding, relative
+    to plain ones, than when they were measured, and the machine may have been busy then. Only ratios of costs matter.
+    So there is one estimate of the machine's present speed and a correction for each call, and a time above or below
+    the expected one moves both by a small fixed factor: they follow the median, and an outlier counts like any other
+    time.
 
     Args:
         curve: the measured costs, also an attribute.
-        refined: whether the times of steps refine the costs; else they are constant.
+        refined: whether the times of steps refine the costs; otherwise they are constant.
     """
 
     def __init__(self, curve: CostCurve, refined: bool = False) -> None:
@@ -91,8 +92,8 @@ class Costs:
         self._steps, self._longer = _Line(curve.steps), _Line(curve.longer)
         self._propose = {costs.method: _Line(costs.propose) for costs in curve.methods}
         self._read = {costs.method: costs.read for costs in curve.methods}
-        self._measured_step = lru_cache(maxsize=4096)(self._step)
-        self._measured_propose = lru_cache(maxsize=4096)(self._proposing)
+        self._measured_step = lru_cache(maxsize=4096)(self._step_seconds)
+        self._measured_propose = lru_cache(maxsize=4096)(self._propose_seconds)
 
     def step(self, batch: int, tokens: int, text: int) -> float:
         """Seconds of a step that verifies ``tokens`` tokens a slot after ``text`` tokens, without proposing."""
@@ -119,7 +120,7 @@ class Costs:
         factor = self._factors.get(key, 1.0) * (_FACTOR_STEP if longer else 1 / _FACTOR_STEP)
         self._factors[key] = min(max(factor, 1 / _MOST), _MOST)
 
-    def _step(self, batch: int, tokens: int, text: int) -> float:
+    def _step_seconds(self, batch: int, tokens: int, text: int) -> float:
         curve, token = self.curve, 0.0
         if curve.longer:
             more = self._longer.at(1, tokens) - self._steps.at(1, tokens)
@@ -127,7 +128,7 @@ class Costs:
         wide = tokens * max(1.0, batch / self._steps.largest)
         return self._steps.at(batch, wide) + token * batch * max(0, text - curve.text)
 
-    def _proposing(self, method: str, batch: int, nodes: int) -> float:
+    def _propose_seconds(self, method: str, batch: int, nodes: int) -> float:
         line = self._propose.get(method)  # methods that need no graph cost next to nothing and may be unmeasured
         if line is None:
             return 0.0
