@@ -43,8 +43,9 @@ _Promotion: Any = type_promotion._TypePromotionInterpreter
 def fast_trace() -> Iterator[None]:
     """Context in which ``torch.onnx.export`` decomposes only programs that it could not translate otherwise.
 
-    To promote types, it runs only the operators with a promotion rule; the results of the others are known. It reads
-    translations, which takes a second, once per process.
+    To promote types, it runs only operators with a promotion rule, as the results of others are known. Translations are
+    read once per process, which takes a second. torch's cache of results without data is off: it takes a third of the
+    trace of a small model, and gains nothing with sixteen layers either.
     """
     decompose, run_node = _Passes.decompose_with_registry, _Promotion.run_node
     from_torchlib = vars(_Registry)["from_torchlib"]
@@ -71,7 +72,8 @@ def fast_trace() -> Iterator[None]:
     _Passes.decompose_with_registry, _Promotion.run_node = decompose_if_needed, promote
     _Registry.from_torchlib = staticmethod(_registry)
     try:
-        yield
+        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+            yield
     finally:
         _Passes.decompose_with_registry, _Promotion.run_node = decompose, run_node
         _Registry.from_torchlib = from_torchlib
@@ -97,6 +99,8 @@ def _stays(node: torch.fx.Node, registry: Any, composites: Container[Any]) -> bo
         target = _functional(target)
     if node.op != "call_function" or target is operator.getitem or target in (*_CONVERTS, *_CHECKS):
         return True
+    if target is _ATEN.dropout.default:
+        return not node.args[2] and not _is_returned(node)
     if not isinstance(target, torch._ops.OpOverload):
         # Arithmetic of sizes; or operators that run a body, which decomposing takes apart, except scan.
         return target is scan_op or not isinstance(target, torch._ops.HigherOrderOperator)
@@ -138,6 +142,11 @@ def _is_unaliased(node: torch.fx.Node) -> bool:
     )
 
 
+def _is_returned(node: torch.fx.Node) -> bool:
+    """Whether a node is a result of the program, which has its name."""
+    return any(user.op == "output" for user in node.users)
+
+
 def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
         written = node.args[0]
@@ -153,11 +162,13 @@ def _lower(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     node.target = _SAME.get(node.target, node.target)
     if node.target in _CHECKS:
         graph.erase_node(node)
+    elif node.target is _ATEN.dropout.default:
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        graph.erase_node(node)
     elif node.target in _CONVERTS:
         source, result = node.args[0], node.meta["val"]
         assert isinstance(source, torch.fx.Node)
-        returned = any(user.op == "output" for user in node.users)  # under the name of this node
-        if source.meta["val"].dtype == result.dtype and not returned:
+        if source.meta["val"].dtype == result.dtype and not _is_returned(node):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
         else:

@@ -39,9 +39,9 @@ def test_every_instruction_set_keeps_the_contract(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
 def test_instructions_that_few_processors_have_are_emulated(tmp_path: Path) -> None:
-    # As many kernels as there are for x86-64, on every processor with AVX2.
+    # As many kernels as there are for x86-64, on every processor with AVX2. Compiling them for speed takes a minute.
     patterns = ["kernels_avx2", "kernels_portable", "tests/emulated/*"]
-    printed = _run(tmp_path, 30, patterns, "-DSPECEXPORT_EMULATED", "-Wno-psabi")
+    printed = _run(tmp_path, 30, patterns, "-DSPECEXPORT_EMULATED", "-Wno-psabi", "-O1")
     if "avx2" not in printed:
         pytest.skip("this processor has no AVX2, which the emulation is compiled for")
     assert all(f"{name}: 30 rounds" in printed for name in ("avx512-amx", "avx512-vnni", "avx-vnni"))

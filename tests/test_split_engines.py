@@ -93,8 +93,9 @@ def test_every_rank_gets_an_engine(precision: str, compute: Any, split: Callable
     for engine in (first, second):
         kinds = [node.op_type for node in onnx.load(folder / engine.source, load_external_data=False).graph.node]
         assert kinds.count("DistCollective") == 6  # the embedding, two a layer, the head
-    again = compile_bundle(folder, options)
-    assert len(again.engines) == 3 and len(read_manifest(folder).target.engines) == 2
+    if compute is None:  # again: its engines replace those that are there
+        again = compile_bundle(folder, options)
+        assert len(again.engines) == 3 and len(read_manifest(folder).target.engines) == 2
     with pytest.raises(BackendError, match="split among 2 ranks, whose engines run only together"):
         runnable(manifest)
 
