@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,10 @@ _LONG = {
     "short_factor": [1.0, 1.125, 1.25, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0],
     "original_max_position_embeddings": 256,
 }  # fmt: skip
+_YARN = _THETA | {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 2.0,
+    "attention_factor": 2 * (0.1 * math.log(4) + 1),
+}  # fmt: skip
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **_LONG}
 
 
@@ -291,9 +296,14 @@ _LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_fac
                     "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
                     "rope_parameters": {"sliding_attention": _THETA, "full_attention": _THETA | {"rope_theta": 1e6}}},
          {"rope.freq_base_swa": 300000.0, "rope.freq_base": 1e6}),
+        ("llama", {"rope_parameters": _YARN}, {
+            "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
+            "rope.scaling.yarn_beta_fast": 8.0, "rope.scaling.yarn_beta_slow": 2.0,
+            "rope.scaling.yarn_attn_factor": 2.0,
+        }),
         ("llama", {"rope_parameters": _THETA | {"rope_type": "linear", "factor": 4.0}}, {"rope.scale_linear": 4.0}),
     ],
-    ids=["window", "long", "starcoder2", "part", "caps", "27B", "bases", "old"],
+    ids=["window", "long", "starcoder2", "part", "caps", "27B", "bases", "yarn", "old"],
 )  # fmt: skip
 def test_attention_is_that_of_the_file(
     tmp_path: Path, family: str, config: dict[str, Any], metadata: dict[str, Any]
@@ -324,6 +334,15 @@ def test_attention_is_that_of_the_file(
         (
             {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.original_context_length": 8},
             r"tensor 'rope_factors_short.weight' is missing",
+        ),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 8,
+                "llama.rope.scaling.yarn_ext_factor": 0.5,
+            },
+            r"llama.rope.scaling.yarn_ext_factor is 0.5; expected 1",
         ),
         ({"tokenizer.ggml.pre": "deepseek-llm"}, r"tokenizer.ggml.pre is 'deepseek-llm', a way to split text"),
         ({"tokenizer.ggml.model": "bert"}, r"its tokenizer could not be read: .*'bert'"),

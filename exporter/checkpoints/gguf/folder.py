@@ -238,11 +238,26 @@ def _rope_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any]:
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     if kind == "yarn" and original:
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        return {"rope_scaling": scaling}
+        return {"rope_scaling": {**scaling, **_yarn(header, f"{prefix}.scaling", factor)}}
     raise BuildError(
         f"{header.path}: {prefix}.scaling.type is {kind[:40]!r}; expected none, linear, or yarn or longrope with "
         f"an original context length; {_ORIGINAL}"
     )
+
+
+def _yarn(header: Header, prefix: str, factor: float) -> dict[str, float]:
+    """YaRN's settings in a file, beside the factor."""
+    ramp = {name: header.get(f"{prefix}.yarn_{name}", float) for name in ("beta_fast", "beta_slow")}
+    settings = {name: value for name, value in ramp.items() if value is not None}
+    # llama.cpp multiplies attention's own factor by it.
+    attention = header.get(f"{prefix}.yarn_attn_factor", float, header.get(f"{prefix}.attn_factor", float, 1.0))
+    if attention != 1.0:
+        settings["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+    for name, usual in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
+        value = header.get(f"{prefix}.{name}", float, usual)
+        if value != usual:
+            raise BuildError(f"{header.path}: {prefix}.{name} is {value:g}; expected {usual:g}; {_ORIGINAL}")
+    return settings
 
 
 def _factors(header: Header, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
