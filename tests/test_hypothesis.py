@@ -257,7 +257,10 @@ def test_run(bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.Captu
     assert main([*words, "--hypothesis", str(file), *relaxed]) == 0
     assert json.loads(capsys.readouterr().out)["stats"]["steps"] == 0
     for more, reason in (
-        (["--hypothesis", str(tmp_path / "none.txt")], "none.txt: No such file or directory; expected what"),
+        (
+            ["--hypothesis", str(tmp_path / "none.txt")],
+            "none.txt: No such file or directory; expected the likely output",
+        ),
         (["--hypothesis", str(file), "--no-speculation"], "--hypothesis was given with --no-speculation"),
         (["--entropy-threshold", "0.7"], "--entropy-threshold was given without --acceptance relaxed"),
         (["--method", "hypothesis"], "no hypothesis was given"),

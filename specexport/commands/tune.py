@@ -124,7 +124,7 @@ def _tree_command(command: _TreeOptions) -> int:
         from specexport.exporter.set_tree import set_default_tree
 
         set_default_tree(command.bundle, name, best.tree)
-        done = f"{command.bundle}: {name} verifies {len(best.tree)} nodes a step by default now"
+        done = f"{command.bundle}: {name} now verifies {len(best.tree)} nodes a step by default"
     if not command.json:
         print(done + ("" if best.speed_up > 1 else "; plain decoding is faster on this device"))
     return 0

@@ -134,7 +134,7 @@ def install(runtime: Runtime) -> Runtime:
 
     What null kernels leave where the number of accepted tokens belongs is any number: it is read as none.
     """
-    Cuda.load = classmethod(lambda cls, index=0: cls(runtime, index))
+    Cuda.load = classmethod(lambda cls: cls(runtime))
     read = DeviceProgram._read
 
     def nothing_accepted(self: Any, variant: Any, part: Any) -> Any:
