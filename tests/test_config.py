@@ -137,6 +137,16 @@ def test_biases_that_the_configuration_leaves_out_are_refused(model: Path) -> No
             load_checkpoint(str(model))
 
 
+def test_weights_of_layers_that_the_configuration_leaves_out_are_refused(model: Path) -> None:
+    weights, norm = load_file(model / "model.safetensors"), torch.ones(16)
+    for name in ("model.layers.0.self_attn.q_norm.weight", "model.layers.2.self_attn.q_norm.weight"):
+        save_file({**weights, name: norm}, model / "model.safetensors")
+        if ".0." in name:
+            refused(model, f"the weights have {name!r}, which")
+        else:  # a draft's
+            load_checkpoint(str(model))
+
+
 def test_scales_of_matrices_without_a_quantization_are_refused(model: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     weights = load_file(model / "model.safetensors")

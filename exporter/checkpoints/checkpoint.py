@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from specexport.graphs.recurrent import StateProbe, patch_recurrence, recurrent
 from specexport.graphs.rotary import freeze_frequencies, take_one_position_row
 
 Array = npt.NDArray[Any]
+_IN_LAYER = re.compile(r"\.\d+\.")
 _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "scales")
 """Names of the scales of quantized matrices."""
 
@@ -115,11 +117,15 @@ def load_checkpoint(source: str) -> Checkpoint:
     modules = dict(model.named_modules())
     for name in loaded["unexpected_keys"]:
         module, _, part = name.rpartition(".")
+        parent, numbered = module.rpartition(".")[0], _IN_LAYER.search(module)
         # Quantizers store biases of zeros, too.
-        if module in modules and ((part == "bias" and bool(tensors[name].read().any())) or part in _SCALES):
+        in_module = module in modules and ((part == "bias" and bool(tensors[name].read().any())) or part in _SCALES)
+        # Such as a norm of queries. Layers after the model's last one are those of drafts.
+        in_layer = part == "weight" and numbered and module not in modules and parent in modules
+        if in_module or in_layer:
             raise BuildError(
                 f"{path}: the weights have {name!r}, which {path / 'config.json'} leaves out; expected the "
-                "configuration that they were saved with, such as attention_bias or quantization_config"
+                "configuration that they were saved with, such as model_type, attention_bias or quantization_config"
             )
     max_positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(max_positions, int):
