@@ -257,6 +257,15 @@ def test_faults_are_named(small: Small, tmp_path: Path, layout: str, change: Cha
         load_checkpoint(str(quantized))
 
 
+def test_checkpoints_of_mlx_are_refused_by_name(small: Small, tmp_path: Path) -> None:
+    folder = shutil.copytree(small("awq")[0], tmp_path / "mlx")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization"] = config["quantization_config"] = {"group_size": 64, "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BuildError, match="quantization: the format of MLX is not supported"):
+        load_checkpoint(str(folder))
+
+
 @pytest.mark.parametrize(
     ("name", "make", "message"),
     [

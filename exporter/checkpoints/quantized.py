@@ -29,6 +29,7 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The columns of the eight 4-bit numbers in an AWQ word, from the lowest bits."""
 _DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the magnitudes of the three lower bits of an MXFP4 number."""
+_ORIGINAL = "Build from the checkpoint that it was quantized from, with --precision"
 
 
 class _Weights(msgspec.Struct):
@@ -79,7 +80,7 @@ def _format(path: Path, config: _Config) -> tuple[str, Kind]:
     if config.transform_config:
         raise BuildError(
             f"{path}: {QUANTIZATION}: transform_config rotates activations while the model runs, which is not "
-            "supported. Build from the checkpoint that it was quantized from, with --precision"
+            f"supported. {_ORIGINAL}"
         )
     if method == "awq" and bits == 4 and (config.version or "gemm").lower() == "gemm":
         return "AWQ", "int4"
@@ -102,14 +103,16 @@ def _format(path: Path, config: _Config) -> tuple[str, Kind]:
     ]
     raise BuildError(
         f"{path}: {QUANTIZATION}: {method[:80]!r} ({', '.join(details)[:200]}) is not supported; expected AWQ (gemm), "
-        "GPTQ of 2, 4 or 8 bits, compressed-tensors of integers or FP8, FP8 with block scales, or MXFP4. Build from "
-        "the checkpoint that it was quantized from, with --precision"
+        f"GPTQ of 2, 4 or 8 bits, compressed-tensors of integers or FP8, FP8 with block scales, or MXFP4. {_ORIGINAL}"
     )
 
 
 def _config(path: Path, document: dict[str, Any]) -> _Config | None:
+    settings = document.get(QUANTIZATION)
+    if isinstance(document.get("quantization"), dict) and "quant_method" not in (settings or {}):
+        raise BuildError(f"{path}: quantization: the format of MLX is not supported. {_ORIGINAL}")
     try:
-        return msgspec.convert(document.get(QUANTIZATION), _Config | None)
+        return msgspec.convert(settings, _Config | None)
     except msgspec.ValidationError as error:
         raise BuildError(f"{path}: {QUANTIZATION}: {explained(error)}") from error
 
