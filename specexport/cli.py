@@ -170,8 +170,8 @@ def _with_flag(message: str, arguments: argparse.Namespace) -> str:
     """A message that begins with a parameter's name, with the flag that sets it instead."""
     name = re.match(r"([a-z_]+)(?: is | was |(?<=_config): )", message)
     flag = f"--{name[1].replace('_', '-')}" if name else ""
-    known = hasattr(arguments, "parser") and flag in arguments.parser._option_string_actions
-    return flag + message[len(name[1]) :] if name and known else message
+    declared = hasattr(arguments, "parser") and flag in arguments.parser._option_string_actions
+    return flag + message[len(name[1]) :] if name and declared else message
 
 
 def _prepare_streams() -> None:

@@ -75,8 +75,8 @@ def test_flags_and_keywords_in_documents_exist() -> None:
         for name, call in re.findall(r"`(Engine\.load|LLM|AsyncEngine\.open)(\([^`]*?\))", text):
             tree = ast.parse("f" + call.replace("=)", "=0)").replace("…", "..."), mode="eval").body
             assert isinstance(tree, ast.Call)
-            known = inspect.signature(Engine.load).parameters if name == "Engine.load" else options(ServiceOptions)
-            unknown += [f"{page.name}: {name}({key.arg}=)" for key in tree.keywords if key.arg not in known]
+            keywords = inspect.signature(Engine.load).parameters if name == "Engine.load" else options(ServiceOptions)
+            unknown += [f"{page.name}: {name}({key.arg}=)" for key in tree.keywords if key.arg not in keywords]
     assert unknown == []
 
 

@@ -344,6 +344,15 @@ def test_attention_is_that_of_the_file(
             },
             r"llama.rope.scaling.yarn_ext_factor is 0.5; expected 1",
         ),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": -4.0,
+                "llama.rope.scaling.original_context_length": 8,
+                "llama.rope.scaling.yarn_attn_factor": 2.0,
+            },
+            r"llama.rope.scaling.factor is -4; expected a number above 0",
+        ),
         ({"tokenizer.ggml.pre": "deepseek-llm"}, r"tokenizer.ggml.pre is 'deepseek-llm', a way to split text"),
         ({"tokenizer.ggml.model": "bert"}, r"its tokenizer could not be read: .*'bert'"),
         ({"general.alignment": 24}, r"general.alignment is 24; expected a power of two"),

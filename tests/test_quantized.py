@@ -22,7 +22,7 @@ from specexport.contract.model import LoweredAs, Model, StoredAs
 from specexport.contract.reading import read_manifest
 from specexport.exporter import build as building
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
-from specexport.exporter.checkpoints.config import checkpoint_tensors, stored_table
+from specexport.exporter.checkpoints.config import checkpoint_tensors, quantized_in, stored_table
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions
@@ -260,10 +260,11 @@ def test_faults_are_named(small: Small, tmp_path: Path, layout: str, change: Cha
 def test_checkpoints_of_mlx_are_refused_by_name(small: Small, tmp_path: Path) -> None:
     folder = shutil.copytree(small("awq")[0], tmp_path / "mlx")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization"] = config["quantization_config"] = {"group_size": 64, "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BuildError, match="quantization: the format of MLX is not supported"):
-        load_checkpoint(str(folder))
+    config["quantization"] = {"group_size": 64, "bits": 4}
+    for settings in (config["quantization"], None, 4):
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+        with pytest.raises(BuildError, match="quantization: the format of MLX is not supported"):
+            quantized_in(folder)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,8 @@ def _format(path: Path, config: _Config) -> tuple[str, Kind]:
 
 def _config(path: Path, document: dict[str, Any]) -> _Config | None:
     settings = document.get(QUANTIZATION)
-    if isinstance(document.get("quantization"), dict) and "quant_method" not in (settings or {}):
+    named = isinstance(settings, dict) and "quant_method" in settings
+    if isinstance(document.get("quantization"), dict) and not named:
         raise BuildError(f"{path}: quantization: the format of MLX is not supported. {_ORIGINAL}")
     try:
         return msgspec.convert(settings, _Config | None)

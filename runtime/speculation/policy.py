@@ -215,7 +215,7 @@ class MeasuredPolicy(SpeculationPolicy):
                 self._probes.append(self._probe(name, members, width, len(requests)))
         probe = next((probe for probe in self._probes if self._budgets.get(probe.method, 0.0) >= probe.cost), None)
         if probe is not None:
-            probe.taken = True
+            probe.chosen = True
             self._chosen |= probe.fits
 
     def _better_lookup(self, request: Request, rate: float, running: int) -> str | None:

@@ -58,7 +58,7 @@ class Probe:
         read: seconds in which the method's draft reads a chunk.
         token: seconds of a token in plain decoding.
         income: seconds that the step adds to the method's budget for probes.
-        taken: whether the step includes it.
+        chosen: whether the step includes it.
     """
 
     method: str
@@ -67,11 +67,11 @@ class Probe:
     read: float
     token: float
     income: float
-    taken: bool = False
+    chosen: bool = False
 
     def settle(self, budget: float, outcomes: Mapping[Request, Outcome]) -> float:
         """The method's budget after the step: a probe spends its cost and earns the value of its accepted tokens."""
-        if self.taken:
+        if self.chosen:
             verified = any(outcomes[request].drafted or fit.has_extra_nodes for request, fit in self.fits.items())
             accepted = sum(outcomes[request].accepted for request in self.fits)
             budget += accepted * self.token - (self.cost if verified else self.read)

@@ -251,6 +251,8 @@ def _yarn(header: Header, prefix: str, factor: float) -> dict[str, float]:
     settings = {name: value for name, value in ramp.items() if value is not None}
     # llama.cpp multiplies attention's own factor by it.
     attention = header.get(f"{prefix}.yarn_attn_factor", float, header.get(f"{prefix}.attn_factor", float, 1.0))
+    if not (factor > 0 and math.isfinite(factor)):
+        raise BuildError(f"{header.path}: {prefix}.factor is {factor:g}; expected a number above 0; {_ORIGINAL}")
     if attention != 1.0:
         settings["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
     for name, usual in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
