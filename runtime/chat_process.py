@@ -132,12 +132,13 @@ class Templates:
         """Whether a template writes arguments of calls well only if they are JSON, as DeepSeek's does; cached."""
         if name not in self._text_arguments:
             call = {**_CALL, "function": {"name": "qzv", "arguments": {_FIRST: _SECOND}}}
-            well = [
-                f'"{_FIRST}":'
-                in self._probe(name, {**variables, "messages": [_USER, {**_CALLING, "tool_calls": [form]}]})
+            objects, text = (
+                self._probe(name, {**variables, "messages": [_USER, {**_CALLING, "tool_calls": [form]}]})
                 for form in (call, _with_text_arguments(call))
-            ]
-            self._text_arguments[name] = well == [False, True]
+            )
+            # Templates may write objects in a form of their own, but none in Python's.
+            well = _FIRST in objects and _SECOND in objects and f"'{_FIRST}': " not in objects
+            self._text_arguments[name] = not well and f'"{_FIRST}":' in text
         return self._text_arguments[name]
 
     def _count_parts(self, name: str, variables: Mapping[str, Any]) -> int:

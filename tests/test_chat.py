@@ -196,6 +196,15 @@ def test_arguments_of_calls_are_json_in_templates_of_either_form(form: str) -> N
     assert ChatTemplate(template, {}).render(chat) == 'af{"a": 1}'
 
 
+def test_templates_may_write_the_arguments_of_calls_in_a_form_of_their_own() -> None:
+    """As Gemma 4's and Kimi K3's do, which write JSON texts whole."""
+    call = "{% for k, v in c.function.arguments | items %}{{ k }}:<{{ v }}>{% endfor %}"
+    call = "{% if c.function.arguments is mapping %}" + call + "{% else %}{{ c.function.arguments }}{% endif %}"
+    template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}" + call + "{% endfor %}{% endfor %}"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert ChatTemplate(template, {}).render(chat) == "aa:<1>"
+
+
 NAMED = {
     "default": "plain {{ messages[0].content }}",
     "tool_use": "tools {{ tools | tojson }}",
