@@ -32,7 +32,7 @@ from tests.quantized import FORMATS, make_mxfp4, make_quantized
 
 pytestmark = pytest.mark.exporter
 
-KEPT = {"gptq", "gptq_int8", "packed", "packed_channel", "int8", "float", "awq", "packed_zeros", "fp8"}
+KEPT = {"gptq", "gptq_int8", "gptq_dynamic", "packed", "packed_channel", "int8", "float", "awq", "packed_zeros", "fp8"}
 ZEROS = {"awq", "packed_zeros"}
 Small = Callable[[str], tuple[Path, Path]]
 
@@ -222,6 +222,7 @@ def _set(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
         ("gptq", _set(f"{Q}.g_idx", lambda t: t - 1), r"q_proj.g_idx' holds -1; expected 0 to 1"),
         ("gptq", _set(f"{Q}.g_idx", lambda t: t[:3].clone()), r"q_proj.g_idx' has shape \[3\]; expected \[64\]"),
         ("gptq", lambda _, config: config.update(bits=3), r"'gptq' \(.*bits 3.*\) is not supported; expected AWQ"),
+        ("gptq", lambda _, config: config.update(dynamic={"+:a": {"bits": 3}}), r"'gptq' \(.*\) is not supported"),
         ("gptq", lambda _, config: config.update(bits="4"), "bits is a text; expected a whole number or null"),
         ("awq", lambda _, config: config.update(version="gemv"), r"version gemv.* is not supported"),
         ("awq", lambda _, config: config.update(quant_method="bitsandbytes"), r"'bitsandbytes'.* is not supported"),
