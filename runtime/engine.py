@@ -327,7 +327,11 @@ class Engine:
         ends = tuple(params.stop_token_ids) + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
         view.processors = processors(params, tokens, ends, vocab_size, min_tokens, remaining, self._grammars)
         text = TextStream(
-            self.tokenizer, params.stop, min_tokens=min_tokens, skip_special_tokens=params.skip_special_tokens
+            self.tokenizer,
+            params.stop,
+            before=tokens,
+            min_tokens=min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
         )
         request = Request(view, text, remaining, ends)
         request.stats.execution = self.backend.execution
