@@ -92,7 +92,9 @@ class Templates:
         return {"text": text} if len(text) <= LONGEST else {"failed": f"it makes a text of {len(text)} characters"}
 
     def _readable(self, name: str, message: dict[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Converts a message's content to a form that the template reads, if it is not in one."""
+        """Converts a message's role and content to a form that the template reads, if they are not in one."""
+        if message.get("role") == "developer" and self._read(name, message, variables) is _UNKNOWN:
+            message = {**message, "role": "system"}  # OpenAI's newer name, which most templates drop or refuse
         reasoning = next((message[key] for key in _REASONING if key in message), None)
         if reasoning is not None:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
