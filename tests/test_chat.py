@@ -196,12 +196,13 @@ def test_arguments_of_calls_are_json_in_templates_of_either_form(form: str) -> N
     assert ChatTemplate(template, {}).render(chat) == 'af{"a": 1}'
 
 
-KNOWN = "{% elif m.role == 'developer' %}developer:{{ m.content }}"
-
-
 @pytest.mark.parametrize(
     ("other", "text"),
-    [("", "[be brief]a"), ("{% else %}{{ raise_exception('unknown') }}", "[be brief]a"), (KNOWN, "developer:be briefa")],
+    [
+        ("", "[be brief]a"),
+        ("{% else %}{{ raise_exception('unknown') }}", "[be brief]a"),
+        ("{% elif m.role == 'developer' %}developer:{{ m.content }}", "developer:be briefa"),
+    ],
 )
 def test_a_developers_message_is_the_systems_where_a_template_does_not_know_it(other: str, text: str) -> None:
     template = (
