@@ -346,6 +346,8 @@ def _without_idle_keywords(schema: Any) -> Any:
         return list(map(_without_idle_keywords, schema))
     if not isinstance(schema, dict):
         return schema
+    if schema.get("not") == {}:  # zod's way to leave a value out
+        return False
     return {
         key: value
         if key in _VALUES

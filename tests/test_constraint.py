@@ -174,7 +174,8 @@ def test_stop_texts_and_logprobs_go_with_it(engine: Engines) -> None:
         ('{"type": "magic"}', "Invalid type: magic"),
         ('{"$ref": "http://localhost/secret"}', "cannot be used"),
         ('{"type": "string", "pattern": "("}', "cannot be used: regex parse error.*unclosed group"),
-        ('{"not": {}}', "Unimplemented keys"),
+        ('{"not": {"const": 1}}', "Unimplemented keys"),
+        ('{"not": {}}', "Unsatisfiable schema"),
         ("3", "cannot be used"),
         ('{"const": "\ud83d"}', "half of a character"),
         (json.dumps({"enum": ["x" * 1000 + str(at) for at in range(70)]}), "characters; expected at most 65536"),
@@ -195,7 +196,9 @@ def test_keywords_that_constrain_nothing_are_taken(engine: Engines) -> None:
         "additionalProperties": {"type": "array", "items": idle, "minContains": 0},
     }
     made = grammars(engine("llama-near"))
-    made.constraint("json_schema", json.dumps({"type": "object", **idle}))
+    optional = {"anyOf": [{"not": {}}, {"type": "string"}]}
+    for taken in ({"type": "object", **idle}, {"properties": {"a": optional}, "additionalProperties": {"not": {}}}):
+        made.constraint("json_schema", json.dumps(taken))
     assert _without_idle_keywords(schema) == {
         "properties": {"format": used, "uniqueItems": {"anyOf": [{}]}},
         "additionalProperties": {"type": "array", "items": {}},
