@@ -23,6 +23,7 @@ from specexport.contract.reading import read_manifest
 from specexport.exporter import build as building
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.config import checkpoint_tensors, quantized_in, stored_table
+from specexport.exporter.checkpoints.quantized import quantization
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.options import BuildOptions
@@ -198,6 +199,13 @@ def test_symmetric_zero_points_tell_their_version(small: Small, tmp_path: Path) 
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     first, second = (list(checkpoint_tensors(folder)) for folder in (small("gptq")[0], other))
     assert all(torch.equal(a.read(), b.read()) for a, b in zip(first, second, strict=True))
+
+
+def test_the_language_model_may_state_its_quantization(small: Small) -> None:
+    """As in some multimodal checkpoints."""
+    path = small("gptq_int8")[0] / "config.json"
+    config = json.loads(path.read_text())
+    assert quantization(path, {"text_config": config}) == quantization(path, config) == ("GPTQ", "int8")
 
 
 Q = "model.layers.0.self_attn.q_proj"

@@ -118,7 +118,9 @@ def _format(path: Path, config: _Config) -> tuple[str, Kind]:
 
 
 def _config(path: Path, document: dict[str, Any]) -> _Config | None:
-    settings = document.get(QUANTIZATION)
+    settings, part = document.get(QUANTIZATION), document.get("text_config")
+    if settings is None and isinstance(part, dict):
+        settings = part.get(QUANTIZATION)
     named = isinstance(settings, dict) and "quant_method" in settings
     if isinstance(document.get("quantization"), dict) and not named:
         raise BuildError(f"{path}: quantization: the format of MLX is not supported. {_ORIGINAL}")
