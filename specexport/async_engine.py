@@ -99,11 +99,16 @@ class AsyncStream:
         """
         if self._ended:
             raise StopAsyncIteration
-        item = await self._request.items.get()
-        if isinstance(item, BaseException):
+        items = self._request.items
+        item = await items.get()
+        if self._ended:  # another task had the end meanwhile
+            items.put_nowait(item)
+            raise StopAsyncIteration
+        if isinstance(item, BaseException) or item.finish_reason is not None:
             self._ended = True
+            items.put_nowait(item)  # wakes other tasks that wait for a chunk
+        if isinstance(item, BaseException):
             raise item
-        self._ended = item.finish_reason is not None
         return item
 
     async def __aenter__(self) -> AsyncStream:

@@ -146,6 +146,15 @@ def test_a_stream_that_is_closed_ends_as_generators_do(frontend: Frontend) -> No
     run(work)
 
 
+def test_two_tasks_that_iterate_one_stream_both_end(frontend: Frontend) -> None:
+    async def work() -> None:
+        stream = AsyncEngine(frontend).generate(PROMPT, GREEDY)
+        parts = await asyncio.gather(tokens_of(stream), tokens_of(stream))
+        assert sum(map(len, parts)) == 16
+
+    run(work)
+
+
 def test_several_streams_are_admitted_together_or_not_at_all(frontend: Frontend) -> None:
     async def work() -> None:
         engine = AsyncEngine(frontend, max_queue=1)

@@ -165,11 +165,13 @@ def create_app(
     async def tokenize(body: TokenizeRequest) -> answers.TokenizeResponse:
         return await _tokenize(service, body)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> answers.Status:
         """Whether the server answers."""
         return answers.Status(status="ok")
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> answers.Status:
         """Whether the server takes requests."""
