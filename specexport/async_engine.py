@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError, SpecExportError
 from specexport.contract.options import keywords
@@ -120,6 +120,9 @@ class AsyncStream:
     async def aclose(self) -> None:
         """Cancels it, as a generator's ``aclose`` does, for ``contextlib.aclosing``."""
         self.cancel()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a stream cannot be pickled or copied; its chunks can")
 
     def __del__(self) -> None:
         self.cancel()

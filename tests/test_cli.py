@@ -143,6 +143,7 @@ def test_a_terminal_shows_that_the_text_was_cut(
         (["--temperature", "-1"], "--temperature is -1.0; expected a number >= 0"),
         (["--threads", "0"], "--threads is 0; expected a whole number from 1 to 1024"),
         (["--method", "magic"], "--method is 'magic'; the bundle has draft_model"),
+        (["--method", "ngram:prompt_lookup_max=2"], "options are set by --speculative-config ngram:prompt_lookup_max"),
         (["--stop-token-ids", "99999"], "--stop-token-ids has token 99999; the model has tokens 0 to"),
         (["--grammar", "start: /a/", "--json-schema", "{}"], "--grammar was given with --json-schema; give one"),
         (["--chat"], "the model has no chat template, so it cannot read messages"),
@@ -163,6 +164,17 @@ def test_a_missing_extra_names_what_failed() -> None:
     message = r"\[train\] extra \(module 'a' has no attribute 'b'\)"
     with pytest.raises(BuildError, match=message), needs_extra("it", "train"):
         raise ImportError("hidden") from AttributeError("module 'a' has no attribute 'b'")
+
+
+def test_inspect_of_a_tree_names_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree, other = tmp_path / "tree.json", tmp_path / "other"
+    tree.write_text("[[0]]")
+    other.touch()
+    for name in ("mc_sim_7b_63", str(tree)):
+        assert main(["inspect", name]) == 1
+        assert f"{name}: a token tree, which --tree draws; give --tree" in capsys.readouterr().err
+    assert main(["inspect", str(other)]) == 1
+    assert f"{other}: is no folder; expected a bundle" in capsys.readouterr().err
 
 
 def test_inspect_shows_the_manifest(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,9 @@ def test_errors_and_outputs_pass_between_processes_and_engines_say_that_they_do_
     for attempt in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match="an engine cannot be pickled or copied; open the bundle in every process"):
             attempt(llm)
+    for attempt in (pickle.dumps, copy.copy):
+        with pytest.raises(TypeError, match="a stream cannot be pickled or copied"):
+            attempt(llm._frontend.engine.stream("a", GREEDY))
 
 
 FORKED = """

@@ -63,7 +63,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         "model": answers.ErrorResponse,
         "description": "400: the request is wrong; param names the field. 401: no API key, or a wrong one. "
         "404: no such model or path. 405: no such method. 408: the body does not arrive. 413: it is too large. "
-        "429: too many requests wait; Retry-After says when to try again.",
+        "415: it is compressed. 429: too many requests wait; Retry-After says when to try again.",
     },
     "5XX": {
         "model": answers.ErrorResponse,
