@@ -172,10 +172,11 @@ def _with_flag(message: str, arguments: argparse.Namespace) -> str:
     declared = arguments.parser._option_string_actions if hasattr(arguments, "parser") else ()
 
     def spelled(match: re.Match[str]) -> str:
-        flag = dashed(match[0])
-        return flag if flag in declared else match[0]
+        flags = map(dashed, re.findall("[a-z_]+", match[0]))
+        return next((flag for flag in flags if flag in declared), match[0])
 
-    return re.sub(r"^[a-z_]+(?= is | was | has |(?<=_config): )|(?<=was given with )[a-z_]+", spelled, message)
+    begin = r"^[a-z_]+(?: \([a-z_]+\))?(?= is | was | has |(?<=_config): )"  # perhaps with a second name
+    return re.sub(rf"{begin}|(?<=was given with )[a-z_]+", spelled, message)
 
 
 def _prepare_streams() -> None:

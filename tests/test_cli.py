@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from specexport.building import needs_extra
-from specexport.cli import main, parser
+from specexport.cli import _with_flag, main, parser
 from specexport.commands.flags import UsageError, add_method_arguments, asked_methods
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
@@ -158,6 +158,14 @@ def test_a_bad_request_is_explained_in_one_line(
     assert captured.err.startswith("specexport: error: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"), [(["build", "--target", "x", "-o", "y"], "--max-seq-len"), (["run", "x"], "--max-model-len")]
+)
+def test_of_two_names_an_error_has_the_commands_flag(words: list[str], flag: str) -> None:
+    arguments = parser(words).parse_args(words)
+    assert _with_flag("max_seq_len (max_model_len) is 9, but", arguments) == f"{flag} is 9, but"
 
 
 def test_a_missing_extra_names_what_failed() -> None:
