@@ -504,7 +504,7 @@ def test_broken_json_is_answered_with_its_place(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("content", "coding", "status", "words"),
     [
-        (b"[" * 50_000, "identity", 400, "nested too deeply"),
+        (b"[" * 50_000, "Identity", 400, "nested too deeply"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "identity", 400, "a number of too many digits"),
         (b"anything", "gzip", 415, "the body's Content-Encoding is 'gzip'; send it as it is"),
     ],

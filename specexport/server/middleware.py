@@ -83,7 +83,7 @@ class Admission:
     async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reads the body, checks its complexity, and calls the application."""
         headers = Headers(scope=scope)
-        if (coding := headers.get("content-encoding", "identity")) != "identity":
+        if (coding := headers.get("content-encoding", "identity")).lower() != "identity":
             why = f"the body's Content-Encoding is {shown(coding)}; send it as it is, without compression"
             raise ApiError(415, why, code="body_encoded")
         announced = headers.get("content-length", "0")
