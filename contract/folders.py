@@ -50,7 +50,8 @@ def expanded(path: str | Path, refusal: type[SpecExportError] = BuildError) -> P
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise refusal(f"{path}: no home folder is known, as HOME is not set; give the whole path") from error
+        why = "as HOME is not set" if Path(path).parts[0] == "~" else "as there is no such user"
+        raise refusal(f"{path}: no home folder is known, {why}; give the whole path") from error
 
 
 def temporary_folder() -> Path:

@@ -90,7 +90,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
-        raise BundleError(f"{folder}: no such folder; expected a bundle made by 'specexport build'")
+        what = "is no folder" if folder.exists() else "no such folder"
+        raise BundleError(f"{folder}: {what}; expected a bundle made by 'specexport build'")
     if not path.is_file():
         raise BundleError(f"{folder}: no {MANIFEST_NAME}; expected a bundle made by 'specexport build'")
     return _read(path)

@@ -155,9 +155,9 @@ class BuildOptions(BuildSettings, frozen=True):
                 )
         if self.calibration_data is not None and not self.calibrated:
             raise BuildError(
-                f"calibration_data was given with precision {self.precision}, lowering {self.lowering}, backend "
-                f"{self.backend} and tensor_parallel {self.tensor_parallel}; only int4 for backend onnxruntime in one "
-                "process is calibrated. Leave it out"
+                f"calibration_data was given with precision {self.precision or 'unset'}, lowering {self.lowering}, "
+                f"backend {self.backend} and tensor_parallel {self.tensor_parallel}; only int4 for backend onnxruntime "
+                "in one process is calibrated. Leave it out"
             )
 
     @property

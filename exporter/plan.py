@@ -18,7 +18,14 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.model import Model
 from specexport.contract.shapes import cache_buckets
-from specexport.exporter.checkpoints.sizes import ModelSizes, Parameter, model_sizes, require_positions
+from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.sizes import (
+    ModelSizes,
+    Parameter,
+    model_sizes,
+    require_positions,
+    require_whole_model,
+)
 from specexport.exporter.engines.options import capability, check_stored
 from specexport.exporter.method import MetaDraft, exporter_of
 from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK
@@ -195,6 +202,7 @@ def _draft(method: MethodOptions, target: str, target_sizes: ModelSizes) -> Meta
     """The draft of a method, as a separate model."""
     if method_type(method.name).whole_model:
         source: str = method.model  # type: ignore[attr-defined]
+        require_whole_model(locate(source, weights=False))
         return MetaDraft(source, model_sizes(source))
     draft = exporter_of(method).meta_draft(method, target, target_sizes)
     if draft is None:

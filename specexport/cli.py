@@ -16,6 +16,7 @@ from specexport.commands import Command, bench, build, chat, draw, inspect, plan
 from specexport.commands.flags import UsageError
 from specexport.contract.errors import SpecExportError
 from specexport.contract.folders import describe_error
+from specexport.contract.options import dashed
 from specexport.contract.values import require_text
 from specexport.version import full_version
 
@@ -167,11 +168,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_flag(message: str, arguments: argparse.Namespace) -> str:
-    """A message that begins with a parameter's name, with the flag that sets it instead."""
-    name = re.match(r"([a-z_]+)(?: is | was |(?<=_config): )", message)
-    flag = f"--{name[1].replace('_', '-')}" if name else ""
-    declared = hasattr(arguments, "parser") and flag in arguments.parser._option_string_actions
-    return flag + message[len(name[1]) :] if name and declared else message
+    """A message with flags instead of the parameters at its beginning and in ``was given with``."""
+    declared = arguments.parser._option_string_actions if hasattr(arguments, "parser") else ()
+
+    def spelled(match: re.Match[str]) -> str:
+        flags = map(dashed, re.findall("[a-z_]+", match[0]))
+        return next((flag for flag in flags if flag in declared), match[0])
+
+    begin = r"^[a-z_]+(?: \([a-z_]+\))?(?= is | was | has |(?<=_config): )"  # perhaps with a second name
+    return re.sub(rf"{begin}|(?<=was given with )[a-z_]+", spelled, message)
 
 
 def _prepare_streams() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import MethodOptions, SpeculativeConfig, known, listed, method_type, read_methods
 from specexport.contract.options import keywords
 from specexport.contract.reading import read_manifest
-from specexport.contract.values import require_text
+from specexport.contract.values import require_text, shown
 from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams, Stream, TokenLogprobs
@@ -92,6 +93,9 @@ class Frontend:
         model, bundle, config = options.model, options.bundle, options.speculative_config
         if (model is None) == (bundle is None):
             raise BuildError(f"model is {model!r} and bundle is {bundle!r}; give one of them")
+        path = model if bundle is None else bundle
+        if not isinstance(path, (str, PathLike)):
+            raise BuildError(f"{'model' if bundle is None else 'bundle'} is {shown(path)}; expected a text or a path")
         build = {name: getattr(options, name) for name in BuildSettings.__struct_fields__ if name in keys}
         if model is not None and (expanded(model) / MANIFEST_NAME).is_file():
             model, bundle = None, model

@@ -126,6 +126,8 @@ def test_plan_counts_drafts_by_their_checkpoints(tmp_path: Path, tied: Path) -> 
     other = make_checkpoint(tmp_path / "other", "llama", hidden_size=96)
     with pytest.raises(BuildError, match="trained for another model"):
         planned(other, read_method({"method": "eagle3", "model": str(eagle3)}))
+    with pytest.raises(BuildError, match=r"describes no model of its own.*pass the folder with --eagle3"):
+        planned(tied, drafted(Path("examples/models/demo-eagle3")))
     make_heads(tmp_path / "heads", tied, 2, tied=True)
     with pytest.raises(BuildError, match="which has no model of its own to plan for; expected draft_model"):
         planned(tied, read_method({"method": "medusa", "model": str(tmp_path / "heads")}))

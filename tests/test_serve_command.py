@@ -37,6 +37,8 @@ pytestmark = pytest.mark.exporter  # as are the benchmarks, which make models
         (["{}", "--max_model_len", "4096"], "--max-model-len is 4096"),
         (["{}", "--precision", "int8"], "precision was given with a bundle"),
         (["{}", "--api-key", ""], "--api-key is empty"),
+        (["{}", "--cors", "https://example.com/"], "--cors is ('https://example.com/',); expected a list of origins"),
+        (["{}", "--served-model-name", ""], "--served-model-name is ('',); expected a list, each a text that is not"),
         (["{}", "--replicas", "2"], "--replicas was given without --ray"),
         (["{}", "--ray", "--precision", "int8"], "leave out --precision"),
     ],

@@ -159,8 +159,9 @@ class StatesDraftTraining(DraftRunOptions, frozen=True, kw_only=True):
     """Options of trainings of drafts that read the target's layer states: EAGLE-3 and DFlash.
 
     Attributes:
-        states: numbers of target layers after which the draft reads the residual stream (default: as in published
-            drafts, 2, L/2 and L - 3 of L layers for EAGLE-3, and evenly spread ones for DFlash).
+        states: numbers of target layers after which the draft reads the residual stream, as many as are given; DFlash
+            takes none below 1 (default: as in published drafts, 2, L/2 and L - 3 of L layers for EAGLE-3, and as many
+            evenly spread ones as it has layers for DFlash).
         self_distill: learn this many texts sampled from the target, half of them greedy, instead of the data, from
             which their prompts are cut.
         intermediate_size: width of the draft's MLPs (default: the target's).

@@ -29,7 +29,7 @@ def capability(text: str) -> Capability:
     """
     digits = text.lower().removeprefix("sm").removeprefix("_").replace(".", "")
     if not digits.isdecimal() or not 2 <= len(digits) <= 3 or digits[0] == "0":
-        raise BuildError(f"compute capability {text!r}: expected something like 89, 8.9 or sm_89")
+        raise BuildError(f"--compute-capability is {text!r}; expected something like 89, 8.9 or sm_89")
     return int(digits[:-1]), int(digits[-1])
 
 
@@ -60,7 +60,8 @@ class CompileOptions(Options, frozen=True):
     backend: EngineRuntime
     compute: Annotated[ComputedIn | None, _engine()] = None
     compute_capability: Annotated[
-        tuple[Capability, ...], _engine("CC[,CC...]", parse=_capabilities, expected="pairs such as (8, 9)")
+        tuple[Capability, ...],
+        _engine("CC[,CC...]", parse=_capabilities, expected="89, 8.9 or sm_89, or several; in Python pairs (8, 9)"),
     ] = ()
     engine_batch_sizes: Annotated[tuple[int, ...], _engine("B[,B...]", parse=_sizes, ge=1)] = (1,)
     plain_profile: Annotated[bool, _engine()] = False

@@ -21,8 +21,8 @@ from specexport.exporter.checkpoints.checkpoint import (
     reference_logits,
 )
 from specexport.exporter.checkpoints.config import read_model_config
-from specexport.exporter.checkpoints.documents import CONFIG, read_object
 from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.sizes import require_whole_model
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification, vocabulary
 from specexport.exporter.writing import tracing, write_draft
@@ -51,22 +51,10 @@ class DraftModelExporter(MethodExporter[DraftModelOptions, DraftModel]):
         return compare_chain(method, run, run.source(method), run.texts, vocab)
 
 
-_OTHERS = {"eagle3": "--eagle3", "dflash": "--dflash", "medusa": "--medusa", "mlpspeculator": "--mlp-speculator"}
-"""Words in the architectures of other methods' checkpoints, and the flags for these."""
-
-
 def require_tokenizer(source: str, tokenizer: Tokenizer) -> None:
     """Refuses another method's checkpoint, and a draft whose tokenizer differs from the target's."""
     path = locate(source)
-    config = read_object(path / CONFIG) if (path / CONFIG).is_file() else {}
-    kinds = [config.get(key) for key in ("architectures", "model_type", "speculators_model_type")]
-    described = str(kinds).lower().replace("_", "")
-    for kind, flag in _OTHERS.items():
-        if kind in described:
-            raise BuildError(
-                f"{path / CONFIG}: describes no model of its own, but what another method drafts with; pass the folder "
-                f"with {flag}"
-            )
+    require_whole_model(path)
     require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, source)
 
 

@@ -162,7 +162,13 @@ def _require_method(arguments: argparse.Namespace, method: str) -> None:
     """Refuses a method that a model would be built without, before it is built."""
     config = flag_values(EngineOptions, arguments, ("speculative_config",)).get("speculative_config", ())
     name, _, _ = method.partition(":")
-    if (expanded(arguments.model) / MANIFEST_NAME).is_file() or name not in known():
+    if name not in known():
+        return
+    if (expanded(arguments.model) / MANIFEST_NAME).is_file():
+        if name != method:
+            raise RequestError(
+                f"--method is {method!r}; expected a name alone, as options are set by --speculative-config {method}"
+            )
         return
     if name == method and (not method_type(name).needs_graph or name in {built.name for built in read_methods(config)}):
         return

@@ -17,6 +17,7 @@ from specexport.contract.methods import Method, method_name, text_methods
 from specexport.contract.model import Model
 from specexport.contract.options import option
 from specexport.contract.reading import check_files, read_manifest
+from specexport.contract.tree import PRESETS
 from specexport.contract.values import counted
 from specexport.runtime.backends.onnxruntime.kernels import kernels
 from specexport.tables import Table, bytes_text, show
@@ -56,6 +57,8 @@ def inspect_command(command: InspectOptions) -> int:
         tree = tree_of(command.bundle, command.method)
         show(terminal_tree(tree), f"{size_of(tree)}, {counted(len(tree.leaf_paths), 'path')}")
         return 0
+    if str(command.bundle) in PRESETS or (command.bundle.is_file() and command.bundle.suffix == ".json"):
+        raise RequestError(f"{command.bundle}: a token tree, which --tree draws; give --tree, or a bundle's folder")
     manifest = read_manifest(command.bundle)
     check_files(command.bundle, manifest, hashes=command.hashes)
     if command.json:
