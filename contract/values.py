@@ -1,12 +1,14 @@
-"""Converts and checks callers' values: numbers and arrays of NumPy, torch and others, and text."""
+"""Values that callers pass: numbers and arrays of NumPy, torch and others, text, and functions that report progress."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specexport.contract.errors import RequestError
 
+Progress = Callable[[str, int, int], None]
+"""Reports progress: called with the name of a step, the amount done and the total."""
 _SHOWN = 80
 """Most characters of a value in an error."""
 _DEEPEST = 64

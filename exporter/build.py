@@ -26,7 +26,8 @@ from specexport.contract.manifest import (
 from specexport.contract.methods import Method, method_type
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.contract.signature import target_signature
-from specexport.exporter.build_state import Build, Progress, WrittenTarget
+from specexport.contract.values import Progress
+from specexport.exporter.build_state import Build, WrittenTarget
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.settings import setting_notes
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, other_template, other_tokens

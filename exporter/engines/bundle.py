@@ -15,7 +15,8 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import with_draft
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import changing, check_files, exchange_manifest, file_entry
-from specexport.exporter.build_state import Progress, during
+from specexport.contract.values import Progress
+from specexport.exporter.build_state import during
 from specexport.exporter.engines.compiler import (
     CompilerLibrary,
     EngineReport,

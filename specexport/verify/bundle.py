@@ -12,11 +12,10 @@ from typing import Any
 from specexport.contract.errors import RequestError, SpecExportError
 from specexport.contract.methods import Method
 from specexport.contract.reading import check_files, read_manifest
-from specexport.contract.values import counted
+from specexport.contract.values import Progress, counted
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.method import exporter_of
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.speculation.timing import Progress
 from specexport.tables import Styled, Table
 from specexport.verify import engines, logits
 from specexport.verify.graphs import check_graphs

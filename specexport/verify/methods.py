@@ -14,14 +14,13 @@ from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
-from specexport.contract.values import counted
+from specexport.contract.values import Progress, counted
 from specexport.exporter.checkpoints.locate import locate
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import BackendOptions, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.reader import common_prefix
-from specexport.runtime.speculation.timing import Progress
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.tree_search import record_proposals
 from specexport.verify.logits import LIMITS, NotRunError, Numbers, Outcome, TokenAgreement, pair
