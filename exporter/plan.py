@@ -19,9 +19,8 @@ from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.model import Model
 from specexport.contract.shapes import cache_buckets
 from specexport.exporter.checkpoints.sizes import ModelSizes, Parameter, model_sizes, require_positions
-from specexport.exporter.engines.options import capability, check_stored
 from specexport.exporter.method import MetaDraft, exporter_of
-from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK
+from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK, capability, check_stored
 
 EFFICIENCY = 0.7
 """Assumed share of the bandwidth that a step reaches: a goal for GPUs, not a measurement."""

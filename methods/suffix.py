@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar, cast
 from msgspec import Meta
 
 from specexport.contract.errors import RequestError
-from specexport.contract.methods.base import TextMethod
-from specexport.contract.methods.options import Flag
+from specexport.contract.methods.base import Flag, TextMethod
 from specexport.contract.model import Probability
 from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
 

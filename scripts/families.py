@@ -28,8 +28,7 @@ from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
 from specexport.exporter.checkpoints.checkpoint import load_reference
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import BuildOptions, CompileOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.verify.logits import LIMITS
 from tests.checkpoints import EOS, FAMILIES, GROUPED, HYBRIDS, LAYERS_DIFFER, WINDOW, make_checkpoint

@@ -21,7 +21,9 @@ import msgspec
 from specexport.contract.errors import BuildError, SpecExportError, explained
 from specexport.contract.methods.base import (
     BuiltMethod,
+    Flag,
     Method,
+    MethodOptions,
     RankedMethod,
     TextMethod,
     for_bundle,
@@ -31,7 +33,6 @@ from specexport.contract.methods.base import (
     with_draft,
     with_trees,
 )
-from specexport.contract.methods.options import Flag, MethodOptions
 from specexport.contract.plugins import installed, load
 from specexport.contract.tree import TokenTree
 

@@ -24,7 +24,8 @@ from specexport.exporter.engines.compiler import (
     load_library,
     require_collectives,
 )
-from specexport.exporter.engines.options import (
+from specexport.exporter.engines.source import CompileJob, model_jobs, program_jobs, write_segments, write_source
+from specexport.exporter.options import (
     FP8_CAPABILITY,
     Capability,
     CompileOptions,
@@ -33,7 +34,6 @@ from specexport.exporter.engines.options import (
     check_stored,
     dotted,
 )
-from specexport.exporter.engines.source import CompileJob, model_jobs, program_jobs, write_segments, write_source
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from specexport.contract import tensors
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
-from specexport.exporter.engines.options import Capability, dotted
+from specexport.exporter.options import Capability, dotted
 
 _MODULES: dict[EngineRuntime, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 _COLLECTIVES: dict[EngineRuntime, str] = {"tensorrt": "TensorRT 11", "tensorrt-rtx": "TensorRT-RTX 1.7"}

@@ -9,9 +9,15 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.advice import Suggestion, TargetProfile
-from specexport.contract.methods.base import RankedMethod
-from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, SourceKind
+from specexport.contract.methods.base import (
+    DEFAULT_DRAFT_TOKENS,
+    Flag,
+    MethodOptions,
+    RankedMethod,
+    SourceKind,
+    Suggestion,
+    TargetProfile,
+)
 from specexport.contract.signature import GraphSignature
 from specexport.contract.tensors import Dim, Tensor
 from specexport.contract.tree import TokenTree

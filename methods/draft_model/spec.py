@@ -6,9 +6,17 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from specexport.contract.errors import TrainError
-from specexport.contract.methods.advice import SMALLER, Suggestion, TargetProfile
-from specexport.contract.methods.base import DraftingMethod
-from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, CheckpointOptions, Flag, MethodOptions, SourceKind
+from specexport.contract.methods.base import (
+    DEFAULT_DRAFT_TOKENS,
+    SMALLER,
+    CheckpointOptions,
+    DraftingMethod,
+    Flag,
+    MethodOptions,
+    SourceKind,
+    Suggestion,
+    TargetProfile,
+)
 from specexport.contract.signature import GraphSignature, propose_signature
 from specexport.contract.tree import TokenTree
 from specexport.training.options import Divergence, DraftRunOptions, Report, Training, draft_option

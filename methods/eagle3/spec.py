@@ -6,8 +6,14 @@ from functools import partial
 from typing import Annotated, ClassVar
 
 from specexport.contract.errors import TrainError
-from specexport.contract.methods.advice import Suggestion, TargetProfile
-from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, SourceKind
+from specexport.contract.methods.base import (
+    DEFAULT_DRAFT_TOKENS,
+    Flag,
+    MethodOptions,
+    SourceKind,
+    Suggestion,
+    TargetProfile,
+)
 from specexport.contract.options import dashed
 from specexport.methods.hidden_states.spec import OwnStateDraft, StatesCheckpointOptions
 from specexport.training.options import StatesDraftTraining, Training, draft_option, report_chain

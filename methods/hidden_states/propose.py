@@ -37,10 +37,13 @@ class _StateSpan:
 
 
 class StatesProposer(Proposer):
-    """Drafts a chain from the target's states: its cache has a row for each token of a text but the last.
+    """Drafts from the target's states: its cache has a row for each token of a text but the last.
 
     A token's row may also depend on the next token. Texts with a common prefix share its rows, and a comparison of
     tokens tells which rows are valid. Rows that were computed from the draft's own output are dropped after each run.
+
+    A DFlash draft drafts a block of tokens, whose q do not depend on the tokens drafted before them, so that all nodes
+    of a depth may have the same children; acceptance remains exact.
 
     States are kept until the draft reads them, at the latest when a chunk is complete. If the target reused another
     request's cache, states are missing, and the target reads their tokens again: the last token of a shared prefix, or
@@ -151,6 +154,8 @@ class StatesProposer(Proposer):
         for view in views:
             at = view.slot - slots.start
             write_drafting(inputs, at, view, probabilities=self._dynamic is not None)
+            if tensors.BLOCK_ROWS in inputs:  # as long as its tree requires, whatever the rest of the batch
+                inputs[tensors.BLOCK_ROWS][at] = view.tree.depth + 1
         return slots
 
     def rows(self, tree: TokenTree, tokens: int) -> Ints:
@@ -178,12 +183,11 @@ class StatesProposer(Proposer):
             inputs[tensors.LAYER_STATES][at, :count] = span.states[row - span.start :][:count]
             inputs[tensors.PAST_LENGTH][at] = row
             inputs[tensors.LAST_ROW][at] = count - 1
-            self._write_tokens(inputs, at, view, range(row, row + count))
+            if tensors.BLOCK_ROWS in inputs:  # a block's first token
+                inputs[tensors.INPUT_IDS][at] = view.tokens[-1]
+            else:  # of each row the next token
+                inputs[tensors.INPUT_IDS][at, :count] = view.tokens[row + 1 : row + count + 1]
         return inputs
-
-    def _write_tokens(self, inputs: Mapping[str, Array], at: int, view: SlotView, rows: range) -> None:
-        """Writes the input tokens of a text's rows, each the row's next token, for the slot at index ``at``."""
-        inputs[tensors.INPUT_IDS][at, : len(rows)] = view.tokens[rows.start + 1 : rows.stop + 1]
 
     def _keep(self, view: SlotView, count: int) -> None:
         """Keeps a run's rows of a text, and the states that will be needed again."""

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.options import MethodOptions
+from specexport.contract.methods.base import MethodOptions
 from specexport.contract.shapes import Size
 from specexport.contract.signature import GraphSignature
 from specexport.contract.tensors import Dim, Tensor

@@ -6,9 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from specexport.contract.methods.advice import Suggestion, TargetProfile
-from specexport.contract.methods.base import BuiltMethod
-from specexport.contract.methods.options import Flag, MethodOptions
+from specexport.contract.methods.base import BuiltMethod, Flag, MethodOptions, Suggestion, TargetProfile
 from specexport.contract.tree import MAX_NODES, TokenTree
 
 Window = Annotated[int, Meta(ge=1, le=MAX_NODES)]

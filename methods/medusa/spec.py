@@ -7,9 +7,15 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from specexport.contract.methods.advice import Suggestion, TargetProfile
-from specexport.contract.methods.base import RankedMethod
-from specexport.contract.methods.options import CheckpointOptions, Flag, MethodOptions, SourceKind
+from specexport.contract.methods.base import (
+    CheckpointOptions,
+    Flag,
+    MethodOptions,
+    RankedMethod,
+    SourceKind,
+    Suggestion,
+    TargetProfile,
+)
 from specexport.contract.model import BYTES_PER_WEIGHT, Positive, StoredAs
 from specexport.contract.options import option, options
 from specexport.contract.shapes import Size

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from specexport.contract.methods.base import DraftingMethod
-from specexport.contract.methods.options import CheckpointOptions, Flag, MethodOptions, SourceKind
+from specexport.contract.methods.base import CheckpointOptions, DraftingMethod, Flag, MethodOptions, SourceKind
 from specexport.contract.shapes import Size
 from specexport.contract.signature import GraphSignature, step_signature
 from specexport.contract.tensors import CANDIDATES

@@ -9,9 +9,15 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.advice import Suggestion, TargetProfile
-from specexport.contract.methods.base import DraftingMethod
-from specexport.contract.methods.options import CheckpointOptions, Flag, MethodOptions, SourceKind
+from specexport.contract.methods.base import (
+    CheckpointOptions,
+    DraftingMethod,
+    Flag,
+    MethodOptions,
+    SourceKind,
+    Suggestion,
+    TargetProfile,
+)
 from specexport.contract.options import option
 from specexport.contract.shapes import Size, uncached_points
 from specexport.contract.signature import GraphSignature, stage_outputs

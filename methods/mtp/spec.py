@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from specexport.contract.methods.advice import Suggestion, TargetProfile
-from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, Suggestion, TargetProfile
 from specexport.methods.hidden_states.spec import OwnStateDraft, StatesDraftOptions
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from specexport.contract.methods.options import Flag, MethodOptions
+from specexport.contract.methods.base import Flag, MethodOptions
 from specexport.contract.shapes import Size
 from specexport.methods.draft_model.spec import ChainDraft
 

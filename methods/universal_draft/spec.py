@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from specexport.contract.methods.base import not_a_chain
-from specexport.contract.methods.options import CheckpointOptions, Flag, MethodOptions, SourceKind
+from specexport.contract.methods.base import CheckpointOptions, Flag, MethodOptions, SourceKind, not_a_chain
 from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model.spec import ChainDraft
 

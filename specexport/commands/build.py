@@ -26,8 +26,7 @@ from specexport.contract.errors import BuildError, TrainError
 from specexport.contract.methods import known, method_type, part
 from specexport.contract.options import dashed, options
 from specexport.contract.reading import read_manifest
-from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.options import BuildOptions, BuildSettings, require_effect
+from specexport.exporter.options import BuildOptions, BuildSettings, CompileOptions, require_effect
 from specexport.tables import Table, bytes_text, show
 from specexport.training.options import Training
 
