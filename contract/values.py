@@ -22,11 +22,7 @@ def plain(value: Any) -> Any:
 
 
 def plain_deep(value: Any, deepest: int = _DEEPEST) -> Any:
-    """Applies :func:`plain` to a value, and to the elements of lists and mappings; lists become tuples.
-
-    Raises:
-        ValueError: lists or mappings are nested more than ``deepest`` levels.
-    """
+    """Applies :func:`plain` to a value, and to the elements of lists and mappings; lists become tuples."""
     value = plain(value)
     if not isinstance(value, (list, tuple, Mapping)):
         return value
@@ -65,11 +61,7 @@ def token_ids(value: Any, name: str, param: str | None = None) -> list[int]:
 
 
 def require_text(text: str, name: str, param: str | None = None) -> None:
-    """Refuses lone surrogates, which also stand for bytes that are not UTF-8.
-
-    Raises:
-        RequestError: names the first such character.
-    """
+    """Refuses lone surrogates, which also stand for bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

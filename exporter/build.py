@@ -52,8 +52,6 @@ def build(
     no partial bundle.
 
     Args:
-        options: the options of the build.
-        progress: reports progress, if given.
         compiled: called with the report on the engines, if any are compiled.
 
     Returns:

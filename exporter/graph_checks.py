@@ -181,9 +181,6 @@ def measure(file: Callable[[str], Path], lowering: LoweredAs, model: Model, expe
     """Runs a bundle's step graph over the windows of a reference, in chunks, like prompts.
 
     ``file`` returns the path of a file of the bundle.
-
-    Raises:
-        BackendError: onnxruntime is missing, too old, or refuses the graph.
     """
     length = expected.tokens.shape[1]
     session = StepSession(file, lowering, model, -(-length // _CHUNK) * _CHUNK, 0.0)

@@ -162,11 +162,6 @@ class MethodExporter(Generic[O, M]):
     def meta_draft(self, options: O, target: str, sizes: ModelSizes) -> MetaDraft | None:
         """The draft, if it is a separate model over the target's states.
 
-        Args:
-            options: the method's options.
-            target: the target's folder or hub id.
-            sizes: the target's sizes.
-
         Raises:
             BuildError: the draft's configuration cannot be read, or belongs to another target.
         """

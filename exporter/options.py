@@ -48,11 +48,7 @@ def dotted(capability: Capability) -> str:
 
 
 def capability(text: str) -> Capability:
-    """``89``, ``8.9`` or ``sm_89`` as ``(8, 9)``.
-
-    Raises:
-        BuildError: the text is none of these.
-    """
+    """``89``, ``8.9`` or ``sm_89`` as ``(8, 9)``."""
     digits = text.lower().removeprefix("sm").removeprefix("_").replace(".", "")
     if not digits.isdecimal() or not 2 <= len(digits) <= 3 or digits[0] == "0":
         raise BuildError(f"compute capability {text!r}: expected something like 89, 8.9 or sm_89")
@@ -92,11 +88,7 @@ class CompileOptions(Options, frozen=True):
     plain_profile: Annotated[bool, _engine()] = False
 
     def check(self) -> None:
-        """Checks the options against the backend.
-
-        Raises:
-            BuildError: options of engines were given for onnxruntime-cuda, or there are no batch sizes.
-        """
+        """Checks the options against the backend."""
         chosen = self.compute_capability or self.engine_batch_sizes != (1,) or self.plain_profile
         if self.backend not in COMPILERS and chosen:
             raise BuildError(
@@ -109,11 +101,7 @@ class CompileOptions(Options, frozen=True):
 
 
 def check_stored(stored: Collection[str], capabilities: Collection[Capability]) -> None:
-    """Checks that devices support the types of a bundle's matrices.
-
-    Raises:
-        BuildError: a device does not; names it.
-    """
+    """Checks that devices support the types of a bundle's matrices."""
     older = sorted(device for device in capabilities if device < FP8_CAPABILITY)
     if "fp8" in stored and older:
         raise BuildError(
@@ -124,11 +112,7 @@ def check_stored(stored: Collection[str], capabilities: Collection[Capability]) 
 
 
 def check_batches(wanted: Sequence[int], built: Sequence[int]) -> None:
-    """Checks that a bundle was built for the batch sizes of its engines.
-
-    Raises:
-        BuildError: it was not; names a missing size and the existing ones.
-    """
+    """Checks that a bundle was built for the batch sizes of its engines."""
     unknown = sorted(set(wanted) - set(built))
     if unknown:
         raise BuildError(
@@ -225,11 +209,7 @@ class BuildOptions(BuildSettings, frozen=True):
     resume: Annotated[bool, option(hidden=True)] = False
 
     def check(self) -> None:
-        """Checks options against each other.
-
-        Raises:
-            BuildError: two contradict each other; names them.
-        """
+        """Checks options against each other."""
         msgspec.structs.force_setattr(self, "methods", read_methods(self.methods))
         names = [method.name for method in self.methods]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
@@ -290,22 +270,14 @@ class BuildOptions(BuildSettings, frozen=True):
 
 
 def require_effect(settings: Mapping[str, Any], methods: Sequence[MethodOptions]) -> None:
-    """Checks that every setting that a user chose has an effect.
-
-    Raises:
-        BuildError: a setting has none; names it.
-    """
+    """Checks that every setting that a user chose has an effect."""
     if settings.get("draft_precision") is not None and not _stores_drafts(methods):
         raise BuildError("draft_precision was given without a draft, heads or a speculator to apply it to")
     require_blocks(settings, methods)
 
 
 def require_blocks(settings: Mapping[str, Any], methods: Sequence[MethodOptions]) -> None:
-    """Checks that a chosen block size applies to some matrix; passes if the checkpoint decides a precision.
-
-    Raises:
-        BuildError: it applies to none.
-    """
+    """Checks that a chosen block size applies to some matrix; passes if the checkpoint decides a precision."""
     kinds = {settings.get("precision"), settings.get("draft_precision") if _stores_drafts(methods) else "fp32"}
     if settings.get("block_size") is not None and kinds <= {"fp32", "fp16", "bf16", "fp8"}:
         raise BuildError("block_size was given, and only int8 and int4 have blocks; choose one, or leave it out")

@@ -157,12 +157,9 @@ def plan(
     Args:
         target: folder with a ``config.json``, or hub id.
         method: a method with a draft that is a separate model; None for plain decoding.
-        device: the device to plan for.
         precision: precision of all matrices: fp16, bf16, fp8, int8 or int4; activations and caches take 16 bits.
         context: maximum number of tokens of a prompt and its output; None for the target's, at most
             :data:`DEFAULT_CONTEXT`.
-        acceptance: probability that a draft token is accepted.
-        backend: the backend that runs the models.
 
     Raises:
         BuildError: a configuration cannot be read, the draft belongs to another target, or an argument is invalid.
@@ -205,11 +202,7 @@ def _draft(method: MethodOptions, target: str, target_sizes: ModelSizes) -> Meta
 
 
 def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, acceptance: float) -> DevicePlan:
-    """Plans for a bundle as it is stored, with its first method that drafts with a separate model; see :func:`plan`.
-
-    Raises:
-        BuildError: an argument is invalid.
-    """
+    """Plans for a bundle as it is stored, with its first method that drafts with a separate model; see :func:`plan`."""
     _check_acceptance(acceptance)
     sizes = {entry.path: entry.size for entry in manifest.files}
     models = [_bundle_model_plan(source, manifest.target, sizes)]

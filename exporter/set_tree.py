@@ -19,11 +19,7 @@ from specexport.exporter.method import exporter_of
 
 
 def require_replaceable_trees(folder: Path, manifest: Manifest) -> None:
-    """Refuses a bundle with a step program or engines.
-
-    Raises:
-        BuildError: they are compiled for its present trees.
-    """
+    """Refuses a bundle with a step program or engines."""
     if manifest.program or manifest.engines:
         raise BuildError(
             f"{folder}: is built for {manifest.backend}; its step program and engines are compiled for its trees, "

@@ -144,10 +144,6 @@ def trace_module(
     """Traces a module.
 
     Args:
-        module: the module.
-        inputs: the module's inputs.
-        outputs: names of its outputs.
-        lowering: the lowering of its attention.
         opset: the opset; None for the lowering's.
         rotary: the submodule whose rotary embedding to fuse; None for none.
     """

@@ -102,7 +102,6 @@ class WeightsFile(DataFile):
         """Moves the weights of a graph and its subgraphs into the file.
 
         Args:
-            model: changed in place.
             storage: the storage of matrices that are multiplied or looked up; norms and biases are stored in fp32.
             heads: the storage of the matrices of Medusa heads; None for ``storage``.
             checkpoint: the checkpoint's tensors by name; quantized tensors keep their scales if possible.

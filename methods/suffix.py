@@ -117,11 +117,6 @@ class SuffixAutomaton:
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Extends a match to the longest suffix of the matched string plus ``token`` that occurs in the text.
 
-        Args:
-            state: the match's state; 0 for the empty string.
-            length: the match's length.
-            token: the next token.
-
         Returns:
             The state and length of the new match.
         """

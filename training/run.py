@@ -89,11 +89,7 @@ class TrainingModel:
         return int(self.model.config.num_hidden_layers)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights of the embedding and of the head, ``[V,H]`` each.
-
-        Raises:
-            TrainError: they differ in size.
-        """
+        """The weights of the embedding and of the head, ``[V,H]`` each."""
         table, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
         if table.shape != head.shape:
             raise TrainError(
@@ -116,21 +112,12 @@ class TrainingModel:
 
 
 def load_target(options: RunOptions, *, frozen: bool = True) -> TrainingModel:
-    """Loads the target of a training onto the device of the options; see :func:`load_model`.
-
-    Raises:
-        TrainError: there is no such device.
-    """
+    """Loads the target of a training onto the device of the options; see :func:`load_model`."""
     return load_model(options.target, _choose_place(options), frozen=frozen)
 
 
 def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
-    """Loads a model in float32, or in ``place.frozen_dtype`` if it is ``frozen``, that is, not trained.
-
-    Raises:
-        BuildError: there is no such model.
-        TrainError: it cannot be loaded.
-    """
+    """Loads a model in float32, or in ``place.frozen_dtype`` if it is ``frozen``, that is, not trained."""
     path = locate(source)
     try:
         with quiet():
@@ -342,11 +329,7 @@ def _work_folder(options: RunOptions, settings: Mapping[str, Any], log: Log) -> 
 
 
 def _claim(work: Path, settings: Mapping[str, Any]) -> None:
-    """Makes a folder the work folder of a training, or checks that it is.
-
-    Raises:
-        TrainError: the folder belongs to another training or holds other files.
-    """
+    """Makes a folder the work folder of a training, or checks that it is."""
     path = work / _SETTINGS
     expected = json.loads(json.dumps(settings))
     if path.is_file():

@@ -102,8 +102,6 @@ def part(method: Method | MethodOptions | type[Method], name: str, *, inherited:
     A method whose struct is in a module of another name has all its parts there.
 
     Args:
-        method: the method, its options or its type.
-        name: the module's name.
         inherited: whether the module of a struct that the method's struct extends will do.
 
     Returns:
@@ -140,20 +138,12 @@ SpeculativeConfig = Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[s
 
 
 def read_methods(config: SpeculativeConfig) -> tuple[MethodOptions, ...]:
-    """The methods of a ``speculative_config``.
-
-    Raises:
-        BuildError: see :func:`read_method`.
-    """
+    """The methods of a ``speculative_config``."""
     return tuple(parse_method(entry) if isinstance(entry, str) else read_method(entry) for entry in listed(config))
 
 
 def listed(config: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
-    """The entries of a ``speculative_config``; its JSON is decoded.
-
-    Raises:
-        BuildError: it is not a :data:`SpeculativeConfig`.
-    """
+    """The entries of a ``speculative_config``; its JSON is decoded."""
     if isinstance(config, str) and config.lstrip()[:1] in ("[", "{"):
         try:
             config = json.loads(config)
@@ -171,9 +161,6 @@ def parse_method(text: str) -> MethodOptions:
     """Parses ``NAME``, ``NAME:VALUE``, ``NAME:key=value,...``, or both: ``medusa:heads/,trees=mc_sim_7b_63``.
 
     VALUE is the value of the method's main key. A repeated key has several values.
-
-    Raises:
-        BuildError: see :func:`read_method`.
     """
     name, _, rest = text.partition(":")
     mapping: dict[str, Any] = {"method": name}

@@ -70,11 +70,7 @@ def load_library(runtime: EngineRuntime) -> CompilerLibrary:
 
 
 def require_collectives(library: CompilerLibrary, capabilities: Collection[Capability]) -> None:
-    """Checks that a library and devices support the collective layers of a split target.
-
-    Raises:
-        BuildError: they do not; names the versions and devices that do.
-    """
+    """Checks that a library and devices support the collective layers of a split target."""
     if older := sorted(device for device in capabilities if device < _COLLECTIVES_FROM):
         raise BuildError(
             f"compute_capability is {dotted(older[0])}, and the collective layers of a split target need "

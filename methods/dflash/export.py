@@ -104,11 +104,7 @@ class DFlashOutline(BlockSettings, CheckpointOutline):
 
 
 def read_dflash(source: str) -> DFlashOutline:
-    """Reads a draft's configuration from a folder or hub id, without its weights.
-
-    Raises:
-        BuildError: a field is missing, malformed or unsupported; names the file and the field.
-    """
+    """Reads a draft's configuration from a folder or hub id, without its weights."""
     layer, of_speculators, fields = read_draft(source, "dflash", "a DFlash draft")
     path = fields["path"] / CONFIG
     config = read_config(path, _Config, "a DFlash draft")

@@ -59,9 +59,6 @@ def new_draft(options: DFlashTraining, target: TrainingModel, states: tuple[int,
     """A new draft with the attention heads of a target, initialized from torch's global generator.
 
     Its embedding and head are the target's and are not trained.
-
-    Raises:
-        TrainError: the target's embedding and head differ in size.
     """
     table, head = target.tables()
     vocab, hidden = head.shape

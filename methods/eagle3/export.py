@@ -90,11 +90,7 @@ class Eagle3Outline(CheckpointOutline):
 
 
 def read_eagle3(source: str) -> Eagle3Outline:
-    """Reads a draft's configuration from a folder or hub id, without its weights.
-
-    Raises:
-        BuildError: a field is missing, malformed or unsupported; names the file and the field.
-    """
+    """Reads a draft's configuration from a folder or hub id, without its weights."""
     layer, _, fields = read_draft(source, "eagle3", "an EAGLE-3 draft")
     path = fields["path"] / CONFIG
     config = read_config(path, _Config, "an EAGLE-3 draft")

@@ -91,9 +91,6 @@ def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool,
     Returns:
         The configuration of the layers; whether it has the layout of the ``speculators`` library; and the fields of
         :class:`CheckpointOutline` that all such drafts share.
-
-    Raises:
-        BuildError: a field is missing or malformed; names the file and the field.
     """
     folder = locate(source)
     path = folder / CONFIG
@@ -156,11 +153,7 @@ class DraftOutline(ABC):
 
     @abstractmethod
     def parts(self) -> dict[str, StoredTensor]:
-        """The stored tensors by the names of the draft's modules.
-
-        Raises:
-            BuildError: two tensors have the same name, or parts of a quantized matrix do not match; names them.
-        """
+        """The stored tensors by the names of the draft's modules."""
 
     @abstractmethod
     def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
@@ -333,9 +326,6 @@ def layer_config(
     """Converts the configuration of layers to transformers' configuration.
 
     ``kinds`` are the supported values of ``model_type``; ``built_as`` is used instead of the file's.
-
-    Raises:
-        BuildError: the kind is unsupported, or transformers refuses the configuration; names the file.
     """
     if layer.model_type not in kinds:
         raise BuildError(f"{path}: model_type is {layer.model_type!r}; expected one of {', '.join(sorted(kinds))}")

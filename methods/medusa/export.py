@@ -88,11 +88,7 @@ class HeadsOutline:
     accuracy: HeadAccuracy | None
 
     def make(self, *, hidden: int, vocab: int) -> MedusaHeads:
-        """Creates the heads for a model of this hidden size and vocabulary on torch's meta device; checks file headers.
-
-        Raises:
-            BuildError: a tensor is missing, malformed, or of another model's shape; names the file and the tensor.
-        """
+        """The heads for a model of these sizes on torch's meta device, checked against the headers of the files."""
         with torch.device("meta"):
             heads = MedusaHeads(self.count, self.layers, hidden, vocab, tied=self.tied)
         tied = " that share the model's head" if self.tied else ""
@@ -105,11 +101,7 @@ class HeadsOutline:
         return heads
 
     def load(self, *, hidden: int, vocab: int) -> MedusaHeads:
-        """Loads the heads in fp32 and evaluation mode; shapes are checked before memory is allocated.
-
-        Raises:
-            BuildError: see :meth:`make`; also if numbers are not finite.
-        """
+        """Loads the heads in fp32 and evaluation mode; shapes are checked before memory is allocated."""
         heads = self.make(hidden=hidden, vocab=vocab)
         heads.load_state_dict({name: self.stored[name].finite(self.file) for name in heads.state_dict()}, assign=True)
         return heads.eval().requires_grad_(False)
@@ -119,9 +111,6 @@ def read_medusa(folder: Path) -> HeadsOutline:
     """Reads the configuration of a folder's heads, without their weights.
 
     No code in the files runs: a ``.pt`` file is read with ``weights_only=True``.
-
-    Raises:
-        BuildError: a part is missing or malformed; names the file.
     """
     stored, file = _open(folder)
     path = folder / CONFIG
@@ -195,13 +184,9 @@ def save_medusa(
     """Writes heads in our layout and, in a subfolder, in the layout of ``FasterDecoding/Medusa``.
 
     Args:
-        folder: the folder.
-        heads: the heads.
         lm_head: weight of the model's head, ``[V,H]``, which the subfolder's files multiply tied heads by.
         base: name or folder of the model.
-        accuracy: the heads' measured accuracy.
         choices: the default tree.
-        dtype: type of the stored weights.
         compatible: whether to write the subfolder; for tied heads it is many times larger than the rest.
     """
     config: dict[str, Any] = {"tie_lm_head": heads.tied, **accuracy_config(accuracy)}
@@ -297,11 +282,7 @@ class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
 
 
 def heads_of(source: str, model: Checkpoint) -> MedusaHeads:
-    """Loads the heads of a model.
-
-    Raises:
-        BuildError: they are another model's.
-    """
+    """Loads the heads of a model."""
     hidden = int(model.model.get_output_embeddings().weight.shape[1])
     return read_medusa(expanded(source)).load(hidden=hidden, vocab=model.vocab_size)
 

@@ -106,12 +106,7 @@ class SpeculatorOutline:
         )
 
     def require_fit(self, *, hidden: int, vocab: int) -> None:
-        """Checks a speculator, by its files' headers, against a target's hidden size and vocabulary.
-
-        Raises:
-            BuildError: a tensor is missing, unknown or of another shape, or the speculator was trained for another
-                target; names the file and the tensor or field.
-        """
+        """Checks a speculator, by its files' headers, against a target's hidden size and vocabulary."""
         for field, value, expected in (("emb_dim", self.hidden, hidden), ("vocab_size", self.vocab, vocab)):
             if value != expected:
                 raise BuildError(
@@ -131,11 +126,7 @@ class SpeculatorOutline:
         require_tensors(self.path, stored, shapes_of(stages), what, optional, lambda name: f"'{_PREFIX}{name}'")
 
     def load(self) -> SpeculatorStages:
-        """Loads a speculator that has passed :meth:`require_fit`, in fp32 and evaluation mode.
-
-        Raises:
-            BuildError: tied tensors differ, or numbers are not finite; names the tensor.
-        """
+        """Loads a speculator that has passed :meth:`require_fit`, in fp32 and evaluation mode."""
         stored = self._stored()
         with torch.device("meta"):
             stages = self.make()
@@ -159,11 +150,7 @@ class SpeculatorOutline:
 
 
 def read_speculator(source: str) -> SpeculatorOutline:
-    """Reads a speculator's configuration from a folder or hub id, without its weights.
-
-    Raises:
-        BuildError: a field is missing or malformed; names the file and the field.
-    """
+    """Reads a speculator's configuration from a folder or hub id, without its weights."""
     folder = locate(source)
     path = folder / CONFIG
     config = read_config(path, _Config, "an MLP speculator")
@@ -249,11 +236,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         )
 
     def tree_of_size(self, method: MlpSpeculator, size: int) -> TokenTree:
-        """See :class:`MethodExporter`; no wider than the speculator's widths.
-
-        Raises:
-            BuildError: the widest tree of these widths is smaller.
-        """
+        """See :class:`MethodExporter`; no wider than the speculator's widths."""
         outline = read_speculator(method.model)
         tree = TokenTree.best(_path_weight(outline), size + 1, max(outline.widths), outline.stages)
         if len(tree) != size + 1:

@@ -79,9 +79,7 @@ class SpeculatorStages(torch.nn.Module):
         """The state ``[..., I]`` of a stage, from the state of the stage before and the input token.
 
         Args:
-            stage: from 0.
             state: ``[..., H]`` for the first stage, ``[..., I]`` for others.
-            tokens: int64 ``[...]``.
         """
         mixed = self.proj[stage](state) * self.state_weight + self.emb[stage](tokens) * self.token_weight
         return F.gelu(self.ln[stage](mixed))

@@ -149,11 +149,7 @@ class MTPOutline(DraftOutline):
 
 
 def read_mtp(source: str) -> MTPOutline:
-    """Reads the configuration of a target's MTP layer, without its weights.
-
-    Raises:
-        BuildError: there is no such layer, or several; names the field or the tensors.
-    """
+    """Reads the configuration of a target's MTP layer, without its weights."""
     folder = locate(source)
     config = copy.deepcopy(read_model_config(folder))
     layers = int(config.num_hidden_layers)
