@@ -144,7 +144,7 @@ class Demo:
     def train(self, name: str) -> str:
         """Trains a draft or heads; returns the training's report."""
         method, target, changed = RECIPES[name]
-        training = import_module(f"specexport.methods.{method}.spec").TRAINING
+        training = import_module(f"specexport.methods.{method}").TRAINING
         run = getattr(import_module(f"specexport.methods.{method}.train"), f"train_{training.command}")
         options = {
             "target": str(self.models / target),

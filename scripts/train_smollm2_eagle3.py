@@ -30,7 +30,7 @@ from specexport import LLM, SamplingParams
 from specexport.cli import HelpFormatter
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.methods.eagle3.spec import Eagle3Training
+from specexport.methods.eagle3 import Eagle3Training
 from specexport.methods.eagle3.train import train_eagle3
 
 Kind = Literal["chat", "code", "edit", "summary", "self-asked"]

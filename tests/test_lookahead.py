@@ -13,8 +13,7 @@ import pytest
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.methods import read_methods
 from specexport.contract.tree import TokenTree
-from specexport.methods.lookahead.propose import LookaheadProposer, NgramPool, Trajectory
-from specexport.methods.lookahead.spec import Lookahead, guess_tree
+from specexport.methods.lookahead import Lookahead, LookaheadProposer, NgramPool, Trajectory, guess_tree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN

@@ -17,8 +17,8 @@ from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.graphs.layers import hidden_and_logits
+from specexport.methods.medusa import MedusaTraining
 from specexport.methods.medusa.export import COMPATIBLE, read_medusa
-from specexport.methods.medusa.spec import MedusaTraining
 from specexport.methods.medusa.train import head_accuracy, head_losses, new_heads, train_medusa
 from tests.checkpoints import FAMILIES, VOCAB, make_model
 from tests.training import CPU, LANGUAGE, silent, train_over, training_options, windows_of, write_words

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specexport.cli import main
-from specexport.methods.mlp_speculator.spec import SpeculatorTraining
+from specexport.methods.mlp_speculator import SpeculatorTraining
 from specexport.methods.mlp_speculator.train import new_speculator, stage_accuracy, stage_losses
 from tests.checkpoints import make_model
 from tests.training import CPU, train_over, training_options, windows_of, write_words

@@ -1,7 +1,7 @@
 """The registry of methods: the entry points of the group ``specexport.methods`` in all installed packages.
 
-An entry point names a subclass of :class:`Method`. The rest of a method is in the neighbouring modules (:func:`part`),
-which no other code imports (``docs/methods.md``).
+An entry point names a subclass of :class:`Method`, which lies in a module with its proposer. The rest of a method
+(:func:`part`) is imported when it is needed, by no other code (``docs/methods.md``).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -52,7 +53,6 @@ __all__ = [  # names of the modules beside this one
 ]
 
 GROUP = "specexport.methods"
-_SPEC = "spec"
 _SPLIT_CONFIG = "draft_tensor_parallel_size"
 _MTP = re.compile(r"[a-z0-9_]+_mtp")
 """vLLM's names for MTP by family: ``deepseek_mtp``, ``glm4_moe_mtp``, ``qwen3_next_mtp``."""
@@ -96,26 +96,20 @@ def text_methods() -> tuple[type[TextMethod], ...]:
     return tuple(kind for kind in map(method_type, known()) if issubclass(kind, TextMethod))
 
 
-def part(method: Method | MethodOptions | type[Method], name: str, *, inherited: bool = False) -> ModuleType | None:
-    """Imports a module of a method, such as ``propose``, which lies beside ``spec``, the module of its struct.
+def part(method: Method | MethodOptions | type[Method], name: str) -> ModuleType | None:
+    """Imports a part of a method, such as ``export``: a module of the package that its struct is in.
 
-    A method whose struct is in a module of another name has all its parts there.
-
-    Args:
-        inherited: whether the module of a struct that the method's struct extends will do.
+    A method whose struct is in a module has all its parts there.
 
     Returns:
         None if there is no such module.
     """
     kind = method if isinstance(method, type) else type(method)
-    if kind.__module__.rpartition(".")[2] != _SPEC:
-        return importlib.import_module(kind.__module__)
-    for owner in kind.__mro__ if inherited else (kind,):
-        folder, _, module = owner.__module__.rpartition(".")
-        path = f"{folder}.{name}"
-        if module == _SPEC and importlib.util.find_spec(path) is not None:
-            return importlib.import_module(path)
-    return None
+    home = sys.modules[kind.__module__]
+    if not hasattr(home, "__path__"):
+        return home
+    path = f"{home.__name__}.{name}"
+    return importlib.import_module(path) if importlib.util.find_spec(path) is not None else None
 
 
 def decode_hook(kind: type, content: Any) -> Any:

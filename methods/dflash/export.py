@@ -31,8 +31,8 @@ from specexport.exporter.checkpoints.sizes import ModelSizes
 from specexport.exporter.checkpoints.stored import save_head_tensors
 from specexport.exporter.method import MetaDraft
 from specexport.graphs.attention import lowering
+from specexport.methods.dflash import MAX_BLOCK, DFlash, DFlashOptions, block_inputs
 from specexport.methods.dflash.graph import BlockSettings, DFlashDraft, DFlashModule, block_lowering
-from specexport.methods.dflash.spec import MAX_BLOCK, DFlash, DFlashOptions, block_inputs
 from specexport.methods.hidden_states.checkpoint import (
     EMBEDDING,
     HEAD,

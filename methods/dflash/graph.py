@@ -227,7 +227,7 @@ class DFlashModule(torch.nn.Module):
         sampling: list[torch.Tensor],
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Drafts K tokens in every slot; see ``block_inputs`` in ``spec.py``.
+        """Drafts K tokens in every slot; see ``block_inputs``.
 
         Returns:
             ``(token [K,B], ids [K,B,M], probs [K,B,M], caches...)`` with the target's token ids. The portable lowering

@@ -27,7 +27,7 @@ from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_sa
 from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification, vocabulary
 from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
-from specexport.methods.draft_model.spec import ChainDraft, DraftModel, DraftModelOptions
+from specexport.methods.draft_model import ChainDraft, DraftModel, DraftModelOptions
 
 
 class DraftModelExporter(MethodExporter[DraftModelOptions, DraftModel]):

@@ -17,8 +17,8 @@ import torch
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.stored import save_head_tensors
+from specexport.methods.eagle3 import Eagle3, Eagle3Options
 from specexport.methods.eagle3.graph import Eagle3Draft
-from specexport.methods.eagle3.spec import Eagle3, Eagle3Options
 from specexport.methods.hidden_states.checkpoint import (
     D2T,
     EMBEDDING,

@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 
 from specexport.contract.errors import TrainError
 from specexport.graphs.attention import AttentionCall, lowering
+from specexport.methods.eagle3 import Eagle3Training
 from specexport.methods.eagle3.export import Eagle3Outline, read_eagle3, save_eagle3
 from specexport.methods.eagle3.graph import Eagle3Draft
-from specexport.methods.eagle3.spec import Eagle3Training
 from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows
 from specexport.training.loop import Log

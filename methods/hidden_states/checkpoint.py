@@ -32,7 +32,7 @@ from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors, require_tensors, shapes_of
 from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.rotary import freeze_frequencies
-from specexport.methods.hidden_states.spec import MAX_STATES
+from specexport.methods.hidden_states import MAX_STATES
 
 CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 """Configuration classes by ``model_type``."""

@@ -27,9 +27,9 @@ from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
 from specexport.graphs.propose import MAX_CANDIDATES
+from specexport.methods.hidden_states import OwnStateDraft, StatesDraft, StatesDraftOptions, own_state_inputs
 from specexport.methods.hidden_states.checkpoint import load_draft
 from specexport.methods.hidden_states.graph import OwnStateModule, OwnStatePass, OwnStateStart
-from specexport.methods.hidden_states.spec import OwnStateDraft, StatesDraft, StatesDraftOptions, own_state_inputs
 
 P = TypeVar("P", bound=StatesDraftOptions)
 S = TypeVar("S", bound=StatesDraft)

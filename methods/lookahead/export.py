@@ -5,7 +5,7 @@ from __future__ import annotations
 from specexport.contract.errors import BuildError
 from specexport.contract.tree import MAX_NODES, TokenTree
 from specexport.exporter.method import MethodExporter, TargetInfo
-from specexport.methods.lookahead.spec import PRESETS, Lookahead, LookaheadOptions, gpu_preset, guess_tree
+from specexport.methods.lookahead import PRESETS, Lookahead, LookaheadOptions, gpu_preset, guess_tree
 
 
 class LookaheadExporter(MethodExporter[LookaheadOptions, Lookahead]):

@@ -37,8 +37,8 @@ from specexport.exporter.checkpoints.stored import (
 from specexport.exporter.method import Agreement, Array, MethodExporter, TargetInfo, Verification, vocabulary
 from specexport.exporter.options import BuildOptions
 from specexport.graphs.propose import MAX_TOP_K
+from specexport.methods.medusa import Medusa, MedusaOptions
 from specexport.methods.medusa.graph import HeadCandidates, MedusaHeads
-from specexport.methods.medusa.spec import Medusa, MedusaOptions
 
 WEIGHTS = "medusa_lm_head"
 COMPATIBLE = "fasterdecoding"

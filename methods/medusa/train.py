@@ -19,9 +19,9 @@ from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.documents import CONFIG
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.graphs.layers import hidden_and_logits
+from specexport.methods.medusa import MedusaTraining
 from specexport.methods.medusa.export import COMPATIBLE, read_medusa, save_compatible, save_medusa
 from specexport.methods.medusa.graph import MedusaHeads
-from specexport.methods.medusa.spec import MedusaTraining
 from specexport.training.data import Windows
 from specexport.training.distill import divergence
 from specexport.training.loop import Log, Loss, adamw

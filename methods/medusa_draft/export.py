@@ -25,7 +25,7 @@ from specexport.graphs.step import StepModule
 from specexport.methods.draft_model.export import load_draft, require_length, require_tokenizer
 from specexport.methods.medusa.export import HeadsExporter, heads_of, read_medusa, reference_heads
 from specexport.methods.medusa.graph import HeadCandidates
-from specexport.methods.medusa_draft.spec import MedusaDraft, MedusaDraftOptions
+from specexport.methods.medusa_draft import MedusaDraft, MedusaDraftOptions
 
 
 class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):

@@ -44,8 +44,8 @@ from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Ve
 from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.medusa.export import NEXT_RANK
+from specexport.methods.mlp_speculator import MAX_STAGES, MlpSpeculator, MlpSpeculatorOptions, speculator_inputs
 from specexport.methods.mlp_speculator.graph import SpeculatorModule, SpeculatorStages
-from specexport.methods.mlp_speculator.spec import MAX_STAGES, MlpSpeculator, MlpSpeculatorOptions, speculator_inputs
 
 WIDTHS = (5, 4, 3)
 """Default of ``top_k_tokens_per_head``, as in fms-extras; further stages repeat the last width."""

@@ -9,9 +9,9 @@ import torch
 
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy
 from specexport.graphs.layers import hidden_and_logits
+from specexport.methods.mlp_speculator import SpeculatorTraining
 from specexport.methods.mlp_speculator.export import save_speculator
 from specexport.methods.mlp_speculator.graph import SpeculatorStages
-from specexport.methods.mlp_speculator.spec import SpeculatorTraining
 from specexport.training.data import Windows
 from specexport.training.loop import Log
 from specexport.training.options import within

@@ -35,7 +35,7 @@ from specexport.graphs.experts import EXPERTS_NAME
 from specexport.methods.hidden_states.checkpoint import EMBEDDING, HEAD, DraftOutline
 from specexport.methods.hidden_states.export import OwnStateExporter
 from specexport.methods.hidden_states.graph import OwnStateModule
-from specexport.methods.mtp.spec import MTP, MTPOptions
+from specexport.methods.mtp import MTP, MTPOptions
 
 _QWEN = {"mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.", "mtp.": ""}
 _DEEPSEEK = {

@@ -12,7 +12,7 @@ from specexport.exporter.writing import TracedGraph, tracing
 from specexport.graphs.layers import first_layers
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 from specexport.methods.draft_model.export import compare_chain
-from specexport.methods.self_draft.spec import SelfDraft, SelfDraftOptions
+from specexport.methods.self_draft import SelfDraft, SelfDraftOptions
 
 
 class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):

@@ -9,9 +9,9 @@ from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification
 from specexport.graphs.propose import MAX_CANDIDATES
+from specexport.methods.draft_model import DraftModel
 from specexport.methods.draft_model.export import compare_chain, load_draft, require_length, write_propose_graph
-from specexport.methods.draft_model.spec import DraftModel
-from specexport.methods.universal_draft.spec import UniversalDraft, UniversalDraftOptions
+from specexport.methods.universal_draft import UniversalDraft, UniversalDraftOptions
 
 _TOKENIZER = "draft/tokenizer.json"
 

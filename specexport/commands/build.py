@@ -142,9 +142,9 @@ def train_flags(parser: argparse.ArgumentParser) -> None:
     """
     kinds = parser.add_subparsers(required=True, metavar="KIND")
     for name in known():
-        if (options := part(method_type(name), "spec")) is None or not hasattr(options, "TRAINING"):
+        training: Training | None = getattr(sys.modules[method_type(name).__module__], "TRAINING", None)
+        if training is None:
             continue
-        training: Training = options.TRAINING
         word = training.command
         example = f"specexport train {word} --target Qwen/Qwen3-0.6B --data texts.jsonl -o {word}/{training.example}"
 
