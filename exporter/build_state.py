@@ -43,7 +43,6 @@ class BuildPlan(Strict, frozen=True):
         chains: draft tokens of the shorter chains that a full batch may fall back to.
         batches: B of the graphs, ascending.
         caches: S of the graphs, ascending.
-        max_seq_len: the longest sequence, in tokens.
     """
 
     methods: tuple[Method, ...]
@@ -128,9 +127,6 @@ class Build:
 
     Attributes:
         folder: the bundle's folder while it is written.
-        source: the folder of the target's checkpoint.
-        tokenizer: the target's tokenizer.
-        target: the target, once it is written.
     """
 
     options: BuildOptions

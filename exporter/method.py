@@ -38,9 +38,6 @@ class TargetInfo:
     Attributes:
         vocab: V, the width of its logits.
         hidden: H, the width of its head's input.
-        path: the folder of the checkpoint.
-        draft_storage: the precision of drafts and heads.
-        max_seq_len: the longest text of the bundle, in tokens.
     """
 
     vocab: int
@@ -60,11 +57,7 @@ class Agreement(Protocol):
 
 
 class Verification(Protocol):
-    """The services that ``verify`` passes to a method, to compare its graph with its checkpoint.
-
-    Attributes:
-        texts: token ids of prompts.
-    """
+    """The services that ``verify`` passes to a method, to compare its graph with its checkpoint."""
 
     bundle: Bundle
     texts: list[list[int]]
@@ -88,7 +81,6 @@ class MetaDraft:
 
     Attributes:
         source: folder or hub id, with the method.
-        sizes: the sizes of its model.
         block: maximum number of tokens that a pass drafts; None if each token takes a pass.
     """
 

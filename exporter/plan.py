@@ -43,8 +43,6 @@ class DeviceLimits:
 
     Attributes:
         memory: bytes that the GPU can use, shared with the CPU on Jetson.
-        bandwidth: bytes per second.
-        capability: the compute capability, such as 8.7.
         reserved: bytes that the system and CUDA itself use.
     """
 
@@ -84,14 +82,11 @@ class ModelPlan:
     """The memory of a model, and the memory traffic of its steps, in bytes.
 
     Attributes:
-        source: folder or hub id, with the method if it is a draft over the target's states.
         parameters: number of parameters, tied ones counted once.
         active: number of parameters that one token uses, without the experts of a mixture that it does not choose.
         weights: size of the weights as an engine stores them.
         read: weights that a step of one token reads, without embedding tables.
         read_per_token: additional weights that it reads for each further token, up to ``read_limit`` in all.
-        cache: size of the whole cache.
-        cache_row: size of a token's cache rows.
         scratch: size of the activations of a prefill chunk, and of logits.
     """
 
@@ -120,7 +115,6 @@ class DevicePlan:
     """The memory and the speed of models on a device.
 
     Attributes:
-        context: maximum number of tokens of a prompt and its output.
         needed: bytes that the models need.
         available: bytes that the device has for them.
         speeds: expected tokens per second of plain decoding, then with the draft at K = 1, 2, ...

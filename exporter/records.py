@@ -69,11 +69,7 @@ class Records:
     stage runs again if files are missing, altered or not in the record.
 
     Args:
-        folder: the folder of the bundle.
         built_with: versions of libraries; records of other versions are discarded.
-
-    Attributes:
-        files: entries of the files of all stages so far.
     """
 
     def __init__(self, folder: Path, built_with: dict[str, str]) -> None:

@@ -57,13 +57,11 @@ class WeightsReport:
     """A report on the stored matrices of a model.
 
     Attributes:
-        quantized: names of quantized matrices in the graph.
         not_quantized: names of matrices that had to be stored in fp32, with the reason.
         kept: names of the checkpoint's matrices that kept their integers and scales.
         converted: names of the checkpoint's quantized matrices that were rounded again.
         kept_block: largest number of weights that share a scale, among kept matrices.
         any_scales: whether some scales are of a kind that only CPUs read.
-        rounding: the rounding error of all quantized matrices.
         rounded_again: the rounding error of the converted matrices.
     """
 

@@ -49,8 +49,6 @@ class Recipe(NamedTuple):
 
     Attributes:
         method: folder of the method in ``methods``.
-        target: the model to draft for.
-        options: options of the training.
     """
 
     method: str

@@ -83,7 +83,6 @@ class Trained:
     """The course of a training.
 
     Attributes:
-        seconds: time spent in all runs.
         history: the step, the running loss and figures, and the result of ``evaluate``, for each checkpoint.
     """
 

@@ -200,7 +200,7 @@ Report = Iterator[Union["Table", str]]
 
 @dataclass(frozen=True)
 class Training:
-    """A method's command of ``specexport train``: ``TRAINING`` in the method's module ``spec``.
+    """A method's command of ``specexport train``: ``TRAINING`` beside the method's struct.
 
     The method's module ``train`` has a function ``train_<command>``, which takes the options and a log, writes the
     output and returns the record of ``training.json``. Started again with the same options, it resumes an interrupted
@@ -208,8 +208,6 @@ class Training:
 
     Attributes:
         command: the word after ``specexport train``.
-        summary: text for ``--help``.
-        options: the command's flags.
         report: formats a record.
         example: flags of an example besides ``--target``, ``--data`` and ``-o``.
     """

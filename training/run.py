@@ -73,7 +73,6 @@ class TrainingModel:
         path: the local folder; empty for a new model.
         model: the model in evaluation mode, without dropout; no parameter requires a gradient.
         stored: dtype of the checkpoint's weights.
-        ends: tokens that end a text.
     """
 
     path: Path
@@ -170,11 +169,6 @@ class Run(Generic[O]):
     """A training run, from its data to its output folder.
 
     Attributes:
-        target: the model to draft for.
-        window: number of tokens per window.
-        prompt: number of tokens per prompt.
-        windows: the windows to learn.
-        held_out: the windows to evaluate on.
         record: the content of ``training.json``.
     """
 

@@ -60,11 +60,7 @@ class Heard:
 
 
 class Encoder:
-    """The exported encoder, its CTC vocabulary and projector.
-
-    Args:
-        folder: the folder that :func:`prepare` wrote.
-    """
+    """The exported encoder, its CTC vocabulary and projector."""
 
     def __init__(self, folder: Path) -> None:
         self._session = onnxruntime.InferenceSession(str(folder / "encoder.onnx"), providers=["CPUExecutionProvider"])
@@ -94,10 +90,6 @@ class Transcript:
     """A transcript and the figures of each stage.
 
     Attributes:
-        text: the transcript.
-        token_ids: the tokens of the transcript.
-        frames: number of frames of sound.
-        entropy: highest entropy of a frame in nats.
         draft: number of tokens of the draft, its end included.
         unchanged: whether stage 1 accepted the draft.
         passes: number of passes of the decoder in stage 2.

@@ -26,11 +26,7 @@ _COLLECTIVES_FROM: Capability = (8, 0)
 
 
 class CompilerLibrary(NamedTuple):
-    """An imported library.
-
-    Attributes:
-        polygraphy: ``polygraphy.backend.trt``, configured for that library.
-    """
+    """An imported library."""
 
     runtime: EngineRuntime
     trt: Any

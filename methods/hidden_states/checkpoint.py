@@ -116,7 +116,6 @@ class DraftOutline(ABC):
     """A draft's configuration, without its weights.
 
     Attributes:
-        layer: transformers' configuration of the layers.
         vocab: vocabulary size of the target that it was trained for.
         draft_vocab: number of tokens that it may propose.
         target_hidden: hidden size of the target that it was trained for.

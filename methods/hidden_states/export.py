@@ -58,10 +58,8 @@ class StatesDraftExporter(MethodExporter[P, S]):
         """The draft's logits ``[draft_vocab]`` for each drafted token, computed without a cache.
 
         Args:
-            draft: the draft as a model.
             text: N tokens.
             states: the target's states at all tokens but the last, ``[1,N-1,n*H]``.
-            drafted: the tokens that were drafted after the text.
         """
 
     # --- the build ----------------------------------------------------------------------------------------------------

@@ -68,11 +68,8 @@ class HeadsOutline:
     """The configuration of a checkpoint's heads, without their weights.
 
     Attributes:
-        path: the folder.
         file: the file that holds the heads; the folder if there are several.
         stored: the tensors by their names in ``MedusaHeads``.
-        count: number of heads.
-        layers: number of residual blocks of a head.
         tied: whether heads end in the model's own head.
         tree: the checkpoint's tree, if it has one.
         accuracy: the heads' accuracy, if training measured it.

@@ -64,7 +64,6 @@ class HeadCandidates(Addition):
     """The most probable tokens of each head, int64 ``[B,N,R,M]``, best first, as the output ``candidates``.
 
     Args:
-        candidates: M.
         vocab_size: number of tokens that may be proposed; None for all.
         depth_1: whether the model's own head proposes the first depth.
     """

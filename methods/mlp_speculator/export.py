@@ -82,10 +82,7 @@ class SpeculatorOutline:
     Attributes:
         vocab: V, see :class:`~specexport.methods.mlp_speculator.graph.SpeculatorStages` for the sizes.
         hidden: H of the target that it was trained for.
-        inner: I.
         widths: most children of a node at each stage, ``top_k_tokens_per_head``.
-        scale_input: whether the hidden state is normalized first.
-        tied: whether stages share weights.
         accuracy: the stages' accuracy after correct tokens, if training measured it.
     """
 
