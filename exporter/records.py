@@ -34,7 +34,7 @@ def fingerprint() -> str:
     digest = hashlib.sha256()
     for package in PACKAGES:
         for folder in _folders(package):
-            for file in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".txt")):
+            for file in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".txt", ".json")):
                 content = hashlib.sha256(file.read_bytes()).hexdigest()
                 digest.update(f"{package}/{file.relative_to(folder).as_posix()} {content}\n".encode())
     for library in LIBRARIES:
