@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
@@ -49,13 +50,6 @@ class TargetInfo:
     max_seq_len: int
 
 
-class Agreement(Protocol):
-    """Counts the positions at which a graph and its original predict the same next token."""
-
-    def count(self, reference: Array, chosen: Array) -> None:
-        """Adds positions: the original's logits ``[N,V]`` and the graph's tokens ``[N]``."""
-
-
 class Verification(Protocol):
     """The services that ``verify`` passes to a method, to compare its graph with its checkpoint."""
 
@@ -70,9 +64,6 @@ class Verification(Protocol):
 
     def recorded(self, method: Method) -> list[tuple[list[int], Array]]:
         """Texts during decoding, each with the best candidate at every depth, int64 ``[depths]``."""
-
-    def agreement(self, *stored: str) -> Agreement:
-        """A counter; its tolerance depends on how weights are stored."""
 
 
 @dataclass(frozen=True)
@@ -159,16 +150,16 @@ class MethodExporter(Generic[O, M]):
         """
         return None
 
-    def compare(self, method: M, run: Verification) -> tuple[str, Agreement] | None:
-        """Compares the method's proposals with those of its original checkpoint.
+    def compare(self, method: M, run: Verification) -> Iterator[tuple[Array, Array]]:
+        """Compares the method's graph with its original checkpoint; yields nothing if it has no graph of its own.
 
-        Returns:
-            The beginning of a sentence that names the comparison, and the result; None if there is nothing to compare.
+        Yields:
+            Logits ``[N,V]`` of the original after N texts, and the tokens ``[N]`` that the graph proposed there.
 
         Raises:
             BundleError: a checkpoint is another model.
         """
-        return None
+        return iter(())
 
 
 def exporter_of(method: Method | MethodOptions) -> MethodExporter[Any, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 
@@ -58,8 +59,15 @@ class LookaheadOptions(MethodOptions, frozen=True, kw_only=True, tag="lookahead"
         sizes = [size for size in (self.window, self.ngram, self.guesses) if size is not None]
         if sizes and (len(sizes) < 3 or self.preset is not None):
             raise ValueError("window, ngram and guesses belong together, and exclude a preset; give all three or none")
-        if self.preset is not None and "," not in self.preset and self.preset not in (*PRESETS, "gpu"):
-            raise ValueError(f"preset is {self.preset!r}; expected W,N,G or one of gpu, {', '.join(PRESETS)}")
+        if self.preset is not None and self.preset not in (*PRESETS, "gpu"):
+            _parsed(self.preset)
+
+    def window_sizes(self, parameters: int) -> tuple[int, int, int]:
+        """W, N and G for a target with this many parameters."""
+        if self.window is not None and self.ngram is not None and self.guesses is not None:
+            return self.window, self.ngram, self.guesses
+        preset = gpu_preset(parameters) if self.preset == "gpu" else self.preset or "cpu"
+        return PRESETS.get(preset) or _parsed(preset)
 
 
 class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
@@ -119,6 +127,16 @@ class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
         if self.window_nodes + len(tree) - 1 > MAX_NODES:
             return f"{self.window_nodes + len(tree) - 1} nodes a step, at most {MAX_NODES} are verified"
         return None
+
+
+def _parsed(preset: str) -> tuple[int, int, int]:
+    try:
+        return msgspec.convert(preset.split(","), tuple[Window, NgramSize, Guesses], strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"preset is {preset!r}; expected W,N,G, where W and G are at least 1 and N is 2 to 32, or one of gpu, "
+            f"{', '.join(PRESETS)}"
+        ) from error
 
 
 def gpu_preset(parameters: int) -> str:

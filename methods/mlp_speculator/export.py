@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,7 +40,7 @@ from specexport.exporter.checkpoints.stored import (
     save_head_tensors,
     shapes_of,
 )
-from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification
+from specexport.exporter.method import Array, MethodExporter, TargetInfo, Verification
 from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.medusa.export import NEXT_RANK
@@ -274,22 +274,20 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         model = write_draft(checkpoint, build, graph, self.points(method, build.plan), method)
         return msgspec.structs.replace(method, stages=len(stages), draft=model, model=model.source)
 
-    def compare(self, method: MlpSpeculator, run: Verification) -> tuple[str, Agreement] | None:
+    def compare(self, method: MlpSpeculator, run: Verification) -> Iterator[tuple[Array, Array]]:
         """See :class:`MethodExporter`; each token must be its stage's most probable one."""
-        manifest, draft = run.bundle.manifest, method.written_draft
+        manifest = run.bundle.manifest
         checkpoint, speculator = run.source(None), run.source(method)
         recorded = run.recorded(method)
         outline = read_speculator(str(speculator))
         outline.require_fit(hidden=method.hidden, vocab=manifest.target.vocab_size)
         model, stages = load_reference(checkpoint, manifest.target), outline.load()
-        agreement = run.agreement(manifest.target.precision.weights, draft.precision.weights)
         for text, drafted in recorded:
             # The target's cache holds all tokens except the last, which is the root.
             _, hidden = reference_states(model, np.array(text[:-1]))
             with torch.no_grad():
                 expected = stages.logits(hidden[-1], torch.tensor([text[-1], *drafted[:-1].tolist()]))
-            agreement.count(expected.numpy(), drafted)
-        return "the speculator's graph proposes the original stages' own token", agreement
+            yield expected.numpy(), drafted
 
 
 def _path_weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from specexport.contract.errors import BuildError
 from specexport.exporter import compose, trace
 from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
-from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification, vocabulary
+from specexport.exporter.method import Array, MethodExporter, TargetInfo, Verification, vocabulary
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.writing import TracedGraph, tracing
 from specexport.graphs.layers import first_layers
@@ -44,7 +46,7 @@ class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
         graph = compose.propose_graph(master, cache, build.lowering)
         return TracedGraph("self_draft", graph, plan.propose_points(method), cache, parameters)
 
-    def compare(self, method: SelfDraft, run: Verification) -> tuple[str, Agreement] | None:
+    def compare(self, method: SelfDraft, run: Verification) -> Iterator[tuple[Array, Array]]:
         vocab = vocabulary(run.bundle.manifest, method.written_draft)
         return compare_chain(method, run, run.source(None), run.texts, vocab, method.layers)
 
