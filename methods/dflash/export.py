@@ -36,7 +36,7 @@ from specexport.methods.dflash.graph import BlockSettings, DFlashDraft, DFlashMo
 from specexport.methods.hidden_states.checkpoint import (
     EMBEDDING,
     HEAD,
-    CheckpointOutline,
+    DraftOutline,
     Layer,
     States,
     layer_config,
@@ -81,7 +81,7 @@ class _Config(_Drafting, kw_only=True):
 
 
 @dataclass(frozen=True)
-class DFlashOutline(BlockSettings, CheckpointOutline):
+class DFlashOutline(BlockSettings, DraftOutline):
     """A DFlash checkpoint's configuration."""
 
     what: ClassVar[str] = (

@@ -24,7 +24,7 @@ from specexport.methods.hidden_states.checkpoint import (
     EMBEDDING,
     HEAD,
     T2D,
-    CheckpointOutline,
+    DraftOutline,
     States,
     layer_config,
     read_draft,
@@ -59,7 +59,7 @@ class _Config(_Switches, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Eagle3Outline(CheckpointOutline):
+class Eagle3Outline(DraftOutline):
     """An EAGLE-3 checkpoint's configuration.
 
     Attributes:
