@@ -50,8 +50,8 @@ _LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 MORE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("apertus", "arcee", "cohere", "nemotron", "olmo", "stablelm"), GROUPED),
     **dict.fromkeys(("ernie4_5", "gemma", "glm", "glm4", "helium", "hunyuan_v1_dense", "seed_oss"), _HEAD),
-    **dict.fromkeys(("cohere2", "ministral", "vaultgemma"), {**_HEAD, **_WINDOWS}),
-    **dict.fromkeys(("exaone4", "olmo3"), {**GROUPED, **_WINDOWS}),
+    **{name: {**_HEAD, **_WINDOWS} for name in ("cohere2", "ministral", "vaultgemma")},
+    **{name: {**GROUPED, **_WINDOWS} for name in ("exaone4", "olmo3")},
     "gemma4_text": {
         **_HEAD,
         **_WINDOWS,

@@ -143,6 +143,15 @@ def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
     return states
 
 
+def measure_over_hidden(
+    losses_of: Callable[[torch.Tensor, Windows], Losses], count: int, model: Any, windows: Windows, place: Place
+) -> HeadAccuracy:
+    """:func:`measure_accuracy` of heads or stages; ``losses_of`` is as for :func:`train_over_hidden`."""
+    return measure_accuracy(
+        lambda batch: losses_of(hidden_and_logits(model, batch.ids)[0], batch), count, windows, place
+    )
+
+
 @torch.no_grad()
 def measure_accuracy(
     losses_of: Callable[[Windows], Losses], count: int, windows: Windows, place: Place

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -174,7 +174,6 @@ def save_medusa(
     *,
     base: str,
     accuracy: HeadAccuracy | None = None,
-    choices: Sequence[Sequence[int]] | None = None,
     dtype: torch.dtype = torch.float16,
     compatible: bool = True,
 ) -> None:
@@ -183,13 +182,10 @@ def save_medusa(
     Args:
         lm_head: weight of the model's head, ``[V,H]``, which the subfolder's files multiply tied heads by.
         base: name or folder of the model.
-        choices: the default tree.
         compatible: whether to write the subfolder; for tied heads it is many times larger than the rest.
     """
-    config: dict[str, Any] = {"tie_lm_head": heads.tied, **accuracy_config(accuracy)}
-    if choices is not None:
-        config["medusa_choices"] = [list(path) for path in choices]
-    save_head_tensors(folder, _config(heads, base) | config, _state(heads, dtype), f"{WEIGHTS}.safetensors")
+    config = _config(heads, base) | {"tie_lm_head": heads.tied, **accuracy_config(accuracy)}
+    save_head_tensors(folder, config, _state(heads, dtype), f"{WEIGHTS}.safetensors")
     if compatible:
         save_compatible(folder / COMPATIBLE, heads, lm_head, base=base, dtype=dtype)
 
