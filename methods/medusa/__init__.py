@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from specexport.contract import tensors
 from specexport.contract.methods.base import (
     CheckpointOptions,
     Flag,
@@ -151,7 +150,7 @@ class MedusaProposer(SlotProposer[Ints]):
     candidates of head i belong to depth 1+i.
     """
 
-    observes = frozenset({tensors.CANDIDATES})
+    observes = frozenset({CANDIDATES})
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         """See :class:`Proposer`; proposes nothing before the target's first step."""
@@ -164,7 +163,7 @@ class MedusaProposer(SlotProposer[Ints]):
         return proposals
 
     def observe(self, slot: int, outputs: Mapping[str, Array], row: int) -> None:
-        self._slots[slot] = outputs[tensors.CANDIDATES][:, row].copy()
+        self._slots[slot] = outputs[CANDIDATES][:, row].copy()
 
 
 def open_proposer(method: Medusa, opening: Opening) -> Proposer:
