@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from demo_corpus import card
 from safetensors.torch import load_file, save_file
 
 from specexport import LLM, SamplingParams
@@ -311,8 +310,8 @@ def main() -> None:
     table = ["| held-out conversations | greedy | temperature 0.7 |", "|---|---|---|"]
     table += [f"| {row['kind']} ({row['conversations']}) | {row['T=0.0']:.2f} | {row['T=0.7']:.2f} |" for row in rows]
     curve = [point for point in record["draft"]["history"] if "evaluation" in point]
-    readme = card(
-        "smollm2-eagle3",
+    card = (Path(__file__).parent / "cards" / "smollm2-eagle3.md").read_text(encoding="utf-8")
+    readme = card.format(
         python=platform.python_version(),
         torch=torch.__version__,
         windows=record["windows"],
