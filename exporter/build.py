@@ -69,7 +69,7 @@ def build(
         if options.tensor_parallel > 1:
             require_collectives(library, options.engines.compute_capability)
     with written_beside(options.output, overwrite=options.overwrite, resume=options.resume) as folder:
-        records = Records(folder, _built_with())
+        records = Records(folder)
         source = locate(options.target)
         build = Build(options, folder, report, source, load_tokenizer(source))
         check_methods(build)
@@ -171,7 +171,11 @@ def describe_bundle(
         format_version=FORMAT_VERSION,
         specexport_version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        built_with=_built_with(),
+        built_with={
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+            "onnx": onnx.__version__,
+        },
         backend=options.backend,
         lowering=options.lowering,
         max_seq_len=plan.max_seq_len,
@@ -198,10 +202,6 @@ def describe_bundle(
     )
     write_manifest(build.folder, manifest)
     return read_manifest(build.folder)
-
-
-def _built_with() -> dict[str, str]:
-    return {"torch": str(torch.__version__), "transformers": transformers.__version__, "onnx": onnx.__version__}
 
 
 def _file_entries(build: Build, recorded: Sequence[FileEntry]) -> tuple[FileEntry, ...]:

@@ -57,7 +57,6 @@ def _version(library: str) -> str:
 class _Record(Strict, frozen=True):
     """The files of a stage, and its result as JSON."""
 
-    built_with: dict[str, str]
     files: tuple[FileEntry, ...]
     result: msgspec.Raw
 
@@ -67,15 +66,11 @@ class Records:
 
     A recorded stage writes only into the folder of its name. Its record is written last, with the hash of every file: a
     stage runs again if files are missing, altered or not in the record.
-
-    Args:
-        built_with: versions of libraries; records of other versions are discarded.
     """
 
-    def __init__(self, folder: Path, built_with: dict[str, str]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._records = folder / RECORDS
-        self._built_with = built_with
         self.files: list[FileEntry] = []
         kept = {RECORDS, *(record.stem for record in self._records.glob("*.json"))}
         for path in folder.iterdir():
@@ -92,7 +87,7 @@ class Records:
             shutil.rmtree(self._folder / name, ignore_errors=True)
             result = msgspec.Raw(msgspec.json.encode(stage()))
             files = tuple(file_entry(self._folder, file) for file in self._files(name))
-            record = _Record(built_with=self._built_with, files=files, result=result)
+            record = _Record(files=files, result=result)
             temporary = path.with_suffix(".part")
             temporary.write_bytes(msgspec.json.encode(record))
             temporary.replace(path)
@@ -106,9 +101,8 @@ class Records:
             record = msgspec.json.decode(path.read_bytes(), type=_Record)
         except (OSError, *UNREADABLE):
             return None
-        if record.built_with != self._built_with or [entry.path for entry in record.files] != self._files(name):
-            return None
-        return record if all(file_entry(self._folder, entry.path) == entry for entry in record.files) else None
+        same_files = [entry.path for entry in record.files] == self._files(name)
+        return record if same_files and all(file_entry(self._folder, e.path) == e for e in record.files) else None
 
     def _files(self, name: str) -> list[str]:
         files = sorted(path for path in (self._folder / name).rglob("*") if path.is_file())
