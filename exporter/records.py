@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from specexport.contract.errors import UNREADABLE
+from specexport.contract.folders import write_file
 from specexport.contract.manifest import FileEntry
 from specexport.contract.methods import decode_hook
 from specexport.contract.reading import file_entry
@@ -88,9 +89,7 @@ class Records:
             result = msgspec.Raw(msgspec.json.encode(stage()))
             files = tuple(file_entry(self._folder, file) for file in self._files(name))
             record = _Record(files=files, result=result)
-            temporary = path.with_suffix(".part")
-            temporary.write_bytes(msgspec.json.encode(record))
-            temporary.replace(path)
+            write_file(path, msgspec.json.encode(record))
         self.files += record.files
         # New results are decoded too, so that they equal recorded results.
         return msgspec.json.decode(record.result, type=kind, dec_hook=decode_hook)

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from specexport import LLM, SamplingParams
 from specexport.cli import HelpFormatter
+from specexport.contract.folders import write_file
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.methods.eagle3 import Eagle3Training
@@ -151,9 +152,7 @@ def write_conversations(
                 json.dumps({"kind": question.kind, "messages": conversation}) + "\n"
                 for question, conversation in zip(group, conversations, strict=True)
             ]
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(lines), encoding="utf-8")
-            temporary.replace(path)
+            write_file(path, "".join(lines).encode())
             print(f"{folder.name}: file {number + 1} of {len(group)} conversations", flush=True)
         yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
 

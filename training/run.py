@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from specexport import __version__
 from specexport.contract.errors import BuildError, TrainError
-from specexport.contract.folders import write_lock, written_beside
+from specexport.contract.folders import write_file, write_lock, written_beside
 from specexport.contract.values import counted
 from specexport.exporter.checkpoints.config import load_causal_lm, read_configs, require_stored
 from specexport.exporter.checkpoints.locate import locate
@@ -342,6 +342,4 @@ def _claim(work: Path, settings: Mapping[str, Any]) -> None:
         raise TrainError(f"{work}: exists and is no work folder; choose another with --work")
     else:
         work.mkdir(exist_ok=True)
-        partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_file(path, json.dumps(expected, indent=2).encode() + b"\n")
