@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from specexport.contract.methods import Method, MethodOptions
+from specexport.contract.methods import Method, MethodOptions, module_of
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Backend, Graph
 from specexport.runtime.bundle import Bundle
@@ -342,6 +341,6 @@ def open_proposer(method: Method, opening: Opening) -> Proposer:
         BackendError: the backend refuses a graph.
         RequestError: an option of the method does not fit the bundle.
     """
-    modules = (sys.modules[kind.__module__] for kind in type(method).__mro__)
+    modules = map(module_of, type(method).__mro__)
     opens: Callable[[Method, Opening], Proposer] = next(m.open_proposer for m in modules if hasattr(m, "open_proposer"))
     return opens(method, opening)

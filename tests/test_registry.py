@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def test_every_method_is_an_entry_point_with_a_proposer() -> None:
     for name in known():
         kind = method_type(name)
         assert kind.__doc__
-        assert any(hasattr(sys.modules[base.__module__], "open_proposer") for base in kind.__mro__), name
+        assert any(hasattr(methods.module_of(base), "open_proposer") for base in kind.__mro__), name
 
 
 class _Entry:

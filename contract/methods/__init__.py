@@ -96,6 +96,11 @@ def text_methods() -> tuple[type[TextMethod], ...]:
     return tuple(kind for kind in map(method_type, known()) if issubclass(kind, TextMethod))
 
 
+def module_of(kind: type) -> ModuleType:
+    """The module of a method's struct, with ``open_proposer`` and, of a method to train, ``TRAINING``."""
+    return sys.modules[kind.__module__]
+
+
 def part(method: Method | MethodOptions | type[Method], name: str) -> ModuleType | None:
     """Imports a part of a method, such as ``export``: a module of the package that its struct is in.
 
@@ -104,8 +109,7 @@ def part(method: Method | MethodOptions | type[Method], name: str) -> ModuleType
     Returns:
         None if there is no such module.
     """
-    kind = method if isinstance(method, type) else type(method)
-    home = sys.modules[kind.__module__]
+    home = module_of(method if isinstance(method, type) else type(method))
     if not hasattr(home, "__path__"):
         return home
     path = f"{home.__name__}.{name}"

@@ -23,7 +23,7 @@ from specexport.commands.flags import (
 from specexport.commands.inspect import summary
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, TrainError
-from specexport.contract.methods import known, method_type, part
+from specexport.contract.methods import known, method_type, module_of, part
 from specexport.contract.options import dashed, options
 from specexport.contract.reading import read_manifest
 from specexport.exporter.options import BuildOptions, BuildSettings, CompileOptions, require_effect
@@ -142,7 +142,7 @@ def train_flags(parser: argparse.ArgumentParser) -> None:
     """
     kinds = parser.add_subparsers(required=True, metavar="KIND")
     for name in known():
-        training: Training | None = getattr(sys.modules[method_type(name).__module__], "TRAINING", None)
+        training: Training | None = getattr(module_of(method_type(name)), "TRAINING", None)
         if training is None:
             continue
         word = training.command
