@@ -81,7 +81,7 @@ class MetaDraft:
 
 
 class MethodExporter(Generic[O, M]):
-    """A method's part of a build and of ``verify``. The defaults suit a method that only reads text."""
+    """A method's part of a build and of ``verify``. The defaults suit a method without checkpoints."""
 
     def check(self, options: O, target: Path, tokenizer: Tokenizer) -> None:
         """Refuses checkpoints that do not fit each other, before anything large is read."""
@@ -92,7 +92,7 @@ class MethodExporter(Generic[O, M]):
         Raises:
             BuildError: the checkpoints belong to another target, or support only shorter texts.
         """
-        return cast(M, options)
+        return cast(M, options.for_target(target.parameters))
 
     def tree_of_size(self, method: M, size: int) -> TokenTree:
         """The method's tree of ``size`` draft tokens."""
@@ -113,7 +113,7 @@ class MethodExporter(Generic[O, M]):
             *map(TokenTree.from_choices, options.trees),
             *(self.tree_of_size(method, size) for size in options.sizes),
         )
-        trees = _distinct(method.name, requested) or self.default_trees(method)
+        trees = _distinct(method.name, requested) or method.token_trees() or self.default_trees(method)
         for tree in trees:
             if (reason := method.validate_tree(tree)) is not None:
                 raise BuildError(f"{method.name}: the tree of {len(tree) - 1} draft tokens cannot be filled: {reason}")

@@ -66,6 +66,10 @@ class MethodOptions(Strict, frozen=True, kw_only=True, tag_field="method"):
     def name(self) -> str:
         return str(self.__struct_config__.tag)
 
+    def for_target(self, parameters: int) -> Method:
+        """The method for a target with this many parameters, if it needs no checkpoint; else its exporter makes it."""
+        raise NotImplementedError
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """The numbers of draft tokens that were chosen, the default first; empty if none were."""
@@ -396,6 +400,9 @@ class TextMethod(MethodOptions, Method, frozen=True, kw_only=True):
         """See :meth:`Method.suggest`; no flags are needed, as every bundle has it."""
         sizes = ",".join(map(str, cls.default_sizes))
         return Suggestion(method_name(cls), f"chains of {sizes}", cls.suits, 3) if cls.suits else None
+
+    def for_target(self, parameters: int) -> Method:
+        return self
 
     def validate_tree(self, tree: TokenTree) -> str | None:
         return not_a_chain(tree)

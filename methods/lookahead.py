@@ -62,12 +62,15 @@ class LookaheadOptions(MethodOptions, frozen=True, kw_only=True, tag="lookahead"
         if self.preset is not None and self.preset not in (*PRESETS, "gpu"):
             _parsed(self.preset)
 
-    def window_sizes(self, parameters: int) -> tuple[int, int, int]:
-        """W, N and G for a target with this many parameters."""
+    def for_target(self, parameters: int) -> Lookahead:
+        """See :class:`MethodOptions`; a step may also verify half as many guesses, a quarter, and so on."""
         if self.window is not None and self.ngram is not None and self.guesses is not None:
-            return self.window, self.ngram, self.guesses
-        preset = gpu_preset(parameters) if self.preset == "gpu" else self.preset or "cpu"
-        return PRESETS.get(preset) or _parsed(preset)
+            W, N, G = self.window, self.ngram, self.guesses
+        else:
+            preset = gpu_preset(parameters) if self.preset == "gpu" else self.preset or "cpu"
+            W, N, G = PRESETS.get(preset) or _parsed(preset)
+        trees = tuple(guess_tree(G >> halved, N).choices for halved in range(G.bit_length()))
+        return Lookahead(trees=trees, window=W, ngram=N, guesses=G, prompt_seeding=self.prompt_seeding)
 
 
 class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
