@@ -137,8 +137,8 @@ def _parsed(preset: str) -> tuple[int, int, int]:
         return msgspec.convert(preset.split(","), tuple[Window, NgramSize, Guesses], strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(
-            f"preset is {preset!r}; expected W,N,G, where W and G are at least 1 and N is 2 to 32, or one of gpu, "
-            f"{', '.join(PRESETS)}"
+            f"preset is {preset!r}; expected W,N,G or one of gpu, {', '.join(PRESETS)}. W and G are at least 1, N is "
+            "2 to 32"
         ) from error
 
 

@@ -247,9 +247,9 @@ def test_sizes_that_are_built() -> None:
     assert [planned("gpu", size).window for size in (7e9, 13e9, 33e9)] == [15, 10, 7]
     assert planned("gpu").widths()[0] == 120
     for wanted, reason in (
-        ("fast", "or one of gpu, cpu, small, medium, large"),
-        ("1,2,x", "or one of gpu, cpu, small, medium, large"),
-        ("0,3,1", "where W and G are at least 1"),
+        ("fast", "expected W,N,G or one of gpu, cpu, small, medium, large"),
+        ("1,2,x", "expected W,N,G or one of gpu, cpu, small, medium, large"),
+        ("0,3,1", "W and G are at least 1"),
         ("16,5,17", "132 nodes a step, at most 128"),
         ("2,5,2", "window 2, with n-grams of 5; the window fills only with 3"),
     ):
