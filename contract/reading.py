@@ -324,8 +324,6 @@ def check_files(
     In the cache of the Hugging Face hub a snapshot's files are links into ``blobs``, which count as inside.
 
     Args:
-        folder: the bundle.
-        manifest: its manifest.
         hashes: whether to compare SHA-256 too, which takes about a second for two gigabytes.
         progress: called with the size of each checked file, in bytes.
 

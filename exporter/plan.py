@@ -26,9 +26,8 @@ from specexport.exporter.checkpoints.sizes import (
     require_positions,
     require_whole_model,
 )
-from specexport.exporter.engines.options import capability, check_stored
 from specexport.exporter.method import MetaDraft, exporter_of
-from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK
+from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK, capability, check_stored
 
 EFFICIENCY = 0.7
 """Assumed share of the bandwidth that a step reaches: a goal for GPUs, not a measurement."""
@@ -51,8 +50,6 @@ class DeviceLimits:
 
     Attributes:
         memory: bytes that the GPU can use, shared with the CPU on Jetson.
-        bandwidth: bytes per second.
-        capability: the compute capability, such as 8.7.
         reserved: bytes that the system and CUDA itself use.
     """
 
@@ -92,14 +89,11 @@ class ModelPlan:
     """The memory of a model, and the memory traffic of its steps, in bytes.
 
     Attributes:
-        source: folder or hub id, with the method if it is a draft over the target's states.
         parameters: number of parameters, tied ones counted once.
         active: number of parameters that one token uses, without the experts of a mixture that it does not choose.
         weights: size of the weights as an engine stores them.
         read: weights that a step of one token reads, without embedding tables.
         read_per_token: additional weights that it reads for each further token, up to ``read_limit`` in all.
-        cache: size of the whole cache.
-        cache_row: size of a token's cache rows.
         scratch: size of the activations of a prefill chunk, and of logits.
     """
 
@@ -128,7 +122,6 @@ class DevicePlan:
     """The memory and the speed of models on a device.
 
     Attributes:
-        context: maximum number of tokens of a prompt and its output.
         needed: bytes that the models need.
         available: bytes that the device has for them.
         speeds: expected tokens per second of plain decoding, then with the draft at K = 1, 2, ...
@@ -165,12 +158,9 @@ def plan(
     Args:
         target: folder with a ``config.json``, or hub id.
         method: a method with a draft that is a separate model; None for plain decoding.
-        device: the device to plan for.
         precision: precision of all matrices: fp16, bf16, fp8, int8 or int4; activations and caches take 16 bits.
         context: maximum number of tokens of a prompt and its output; None for the target's, at most
             :data:`DEFAULT_CONTEXT`.
-        acceptance: probability that a draft token is accepted.
-        backend: the backend that runs the models.
 
     Raises:
         BuildError: a configuration cannot be read, the draft belongs to another target, or an argument is invalid.
@@ -214,11 +204,7 @@ def _draft(method: MethodOptions, target: str, target_sizes: ModelSizes) -> Meta
 
 
 def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, acceptance: float) -> DevicePlan:
-    """Plans for a bundle as it is stored, with its first method that drafts with a separate model; see :func:`plan`.
-
-    Raises:
-        BuildError: an argument is invalid.
-    """
+    """Plans for a bundle as it is stored, with its first method that drafts with a separate model; see :func:`plan`."""
     _check_acceptance(acceptance)
     sizes = {entry.path: entry.size for entry in manifest.files}
     models = [_bundle_model_plan(source, manifest.target, sizes)]

@@ -40,9 +40,6 @@ def for_checkpoint(options: BuildOptions) -> BuildOptions:
 
     Matrices that a quantized target holds in floating point keep their type. The portable lowering turns int4 into
     int8, as opset 20 has no four-bit integers.
-
-    Raises:
-        BuildError: the target does not exist, or its format is unsupported.
     """
     if options.precision not in (None, "stored"):
         return options
@@ -87,11 +84,7 @@ def build_target(build: Build) -> WrittenTarget:
 
 
 def read_calibration_text(build: Build) -> list[int]:
-    """The tokens of the calibration text; none if the options do not calibrate.
-
-    Raises:
-        BuildError: the text cannot be read, or is too short.
-    """
+    """The tokens of the calibration text; none if the options do not calibrate."""
     path = build.options.calibration_data
     text = calibration_text(path) if build.options.calibrated else ""
     tokens: list[int] = build.tokenizer.tokenizer.encode(text).ids

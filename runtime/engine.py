@@ -13,7 +13,7 @@ from specexport.contract.errors import BuildError, ClosedError, ContextLengthErr
 from specexport.contract.manifest import GenerationRules, Manifest
 from specexport.contract.methods import Method, MethodOptions, SpeculativeConfig, read_methods
 from specexport.contract.tree import TokenTree
-from specexport.contract.values import counted
+from specexport.contract.values import Progress, counted
 from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, BackendOptions, Graph, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.constraint import Grammars
@@ -25,7 +25,7 @@ from specexport.runtime.request import Completion, Request, Stream, complete
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.speculation.costs import CostCurve, Costs
 from specexport.runtime.speculation.policy import MeasuredPolicy, SpeculationPolicy
-from specexport.runtime.speculation.timing import MOST_NOISE, SECONDS, Progress, measure, stored_costs
+from specexport.runtime.speculation.timing import MOST_NOISE, SECONDS, measure, stored_costs
 from specexport.runtime.speculative import (
     DEFAULT,
     Speculative,

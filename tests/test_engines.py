@@ -26,9 +26,8 @@ from specexport.exporter.build import build
 from specexport.exporter.engines import bundle as bundle_module
 from specexport.exporter.engines import compiler as compiler_module
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import CompileOptions, capability
 from specexport.exporter.engines.source import engine_caches, model_jobs, write_source
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import BuildOptions, CompileOptions, capability
 from specexport.runtime import Engine as SpecEngine
 from specexport.runtime import SamplingParams
 from tests.checkpoints import make_checkpoint

@@ -26,7 +26,7 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError, RequestError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import CompileOptions
+from specexport.exporter.options import CompileOptions
 from specexport.exporter.passes import onnxruntime_cuda
 from specexport.runtime import EmbedsPrompt, Engine
 from specexport.runtime.backends.cuda import api, ort

@@ -25,8 +25,7 @@ from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.config import checkpoint_tensors, quantized_in, stored_table
 from specexport.exporter.checkpoints.quantized import quantization
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import BuildOptions, CompileOptions
 from specexport.verify.bundle import verify
 from tests.checkpoints import make_checkpoint
 from tests.quantized import FORMATS, make_mxfp4, make_quantized

@@ -26,9 +26,8 @@ from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build import build
 from specexport.exporter.engines import compiler
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.engines.source import write_segments, write_source
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import BuildOptions, CompileOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda import nccl
 from specexport.runtime.backends.cuda.memory import Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,10 +25,10 @@ from specexport.exporter.checkpoints.config import read_model_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.sizes import require_whole_model
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
-from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification, vocabulary
+from specexport.exporter.method import Array, MethodExporter, TargetInfo, Verification, vocabulary
 from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
-from specexport.methods.draft_model.spec import ChainDraft, DraftModel, DraftModelOptions
+from specexport.methods.draft_model import ChainDraft, DraftModel, DraftModelOptions
 
 
 class DraftModelExporter(MethodExporter[DraftModelOptions, DraftModel]):
@@ -46,7 +47,7 @@ class DraftModelExporter(MethodExporter[DraftModelOptions, DraftModel]):
         model = write_propose_graph(method, draft, vocab, build)
         return msgspec.structs.replace(method, candidates=min(MAX_CANDIDATES, vocab), draft=model, model=model.source)
 
-    def compare(self, method: DraftModel, run: Verification) -> tuple[str, Agreement] | None:
+    def compare(self, method: DraftModel, run: Verification) -> Iterator[tuple[Array, Array]]:
         vocab = vocabulary(run.bundle.manifest, method.written_draft)
         return compare_chain(method, run, run.source(method), run.texts, vocab)
 
@@ -113,22 +114,16 @@ def compare_chain(
     texts: list[list[int]],
     vocab: int,
     layers: int | None = None,
-) -> tuple[str, Agreement] | None:
+) -> Iterator[tuple[Array, Array]]:
     """Checks that each draft token is the most probable one after those before it, by the model in ``checkpoint``.
 
     ``vocab`` is the number of tokens that may be proposed, ``layers`` how many of the model's first layers draft; None
     for all. See :meth:`MethodExporter.compare`.
     """
-    draft = method.written_draft
-    drafts = run.drafted(method, texts)
-    if not drafts:
-        return None
-    model = load_reference(checkpoint, draft, layers)
-    agreement = run.agreement(draft.precision.weights)
+    drafts, model = run.drafted(method, texts), load_reference(checkpoint, method.written_draft, layers)
     for text, drafted in drafts:
         tokens = clamp_tokens([*text, *drafted[:-1]], model)
-        agreement.count(reference_logits(model, tokens)[len(text) - 1 :, :vocab], np.array(drafted))
-    return "the draft graph proposes the draft model's own token", agreement
+        yield reference_logits(model, tokens)[len(text) - 1 :, :vocab], np.array(drafted)
 
 
 EXPORTER = DraftModelExporter()

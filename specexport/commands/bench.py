@@ -20,10 +20,10 @@ from specexport.commands.inspect import about
 from specexport.contract.errors import UNREADABLE, RequestError, explained
 from specexport.contract.methods import Method
 from specexport.contract.options import option
+from specexport.contract.values import Progress
 from specexport.runtime import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.request import Completion
-from specexport.runtime.speculation.timing import Progress
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.tables import Table, bytes_text, show
 

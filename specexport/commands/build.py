@@ -23,11 +23,10 @@ from specexport.commands.flags import (
 from specexport.commands.inspect import summary
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, TrainError
-from specexport.contract.methods import known, method_type, part
+from specexport.contract.methods import known, method_type, module_of, part
 from specexport.contract.options import dashed, options
 from specexport.contract.reading import read_manifest
-from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.options import BuildOptions, BuildSettings, require_effect
+from specexport.exporter.options import BuildOptions, BuildSettings, CompileOptions, require_effect
 from specexport.tables import Table, bytes_text, show
 from specexport.training.options import Training
 
@@ -143,9 +142,9 @@ def train_flags(parser: argparse.ArgumentParser) -> None:
     """
     kinds = parser.add_subparsers(required=True, metavar="KIND")
     for name in known():
-        if (options := part(method_type(name), "spec")) is None or not hasattr(options, "TRAINING"):
+        training: Training | None = getattr(module_of(method_type(name)), "TRAINING", None)
+        if training is None:
             continue
-        training: Training = options.TRAINING
         word = training.command
         example = f"specexport train {word} --target Qwen/Qwen3-0.6B --data texts.jsonl -o {word}/{training.example}"
 

@@ -13,8 +13,8 @@ from specexport.contract.errors import BundleError
 from specexport.contract.model import OPSETS, RankFiles
 from specexport.contract.signature import Interface, cache_inputs, cache_outputs, describe, interfaces
 from specexport.contract.tensors import CARRIED, COLLECTIVES, Tensor
+from specexport.contract.values import Progress
 from specexport.runtime.bundle import Bundle, without_links
-from specexport.runtime.speculation.timing import Progress
 
 _TYPES: dict[int, str] = {TensorProto.INT64: "int64", TensorProto.FLOAT: "float32", TensorProto.BOOL: "bool"}
 
