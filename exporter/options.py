@@ -133,31 +133,37 @@ class BuildOptions(BuildSettings, frozen=True):
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise BuildError(f"method {doubled[0]!r} was given twice; a bundle has each method once")
         if self.engines is not None and self.engines.backend != self.backend:
-            raise BuildError(f"backend is {self.backend}, but the engines are for {self.engines.backend}")
+            raise BuildError(
+                f"backend is {self.backend}, but the engines are for {self.engines.backend}", param="backend"
+            )
         if self.engines is not None:
             check_stored((self.target_storage.kind, self.draft_storage.kind), self.engines.compute_capability)
             check_batches(self.engines.engine_batch_sizes, batch_points(self.max_batch_size))
         if self.inputs_embeds and self.backend in COMPILERS:
             raise BuildError(
-                f"inputs_embeds was given with backend {self.backend}, whose engines read only tokens; leave one out"
+                f"inputs_embeds was given with backend {self.backend}, whose engines read only tokens; leave one out",
+                param="inputs_embeds",
             )
         if self.lowering == "portable":
             for name in ("precision", "rest", "draft_precision"):
                 if getattr(self, name) == "int4":
                     raise BuildError(
                         f"{name} is 'int4', which the portable lowering cannot store: opset 20 has no four-bit "
-                        "integers; choose int8, fp16 or fp32, or the native lowering"
+                        "integers; choose int8, fp16 or fp32, or the native lowering",
+                        param=name,
                     )
             if self.block_size is not None:
                 raise BuildError(
                     f"block_size is {self.block_size}, but opset 20 knows no blocks: in the portable lowering each "
-                    "column of a matrix has one scale; leave block_size out, or choose the native lowering"
+                    "column of a matrix has one scale; leave block_size out, or choose the native lowering",
+                    param="block_size",
                 )
         if self.calibration_data is not None and not self.calibrated:
             raise BuildError(
                 f"calibration_data was given with precision {self.precision}, lowering {self.lowering}, backend "
                 f"{self.backend} and tensor_parallel {self.tensor_parallel}; only int4 for backend onnxruntime in one "
-                "process is calibrated. Leave it out"
+                "process is calibrated. Leave it out",
+                param="calibration_data",
             )
 
     @property
@@ -194,7 +200,9 @@ def require_effect(settings: Mapping[str, Any], methods: Sequence[MethodOptions]
         BuildError: a setting has none; names it.
     """
     if settings.get("draft_precision") is not None and not _stores_drafts(methods):
-        raise BuildError("draft_precision was given without a draft, heads or a speculator to apply it to")
+        raise BuildError(
+            "draft_precision was given without a draft, heads or a speculator to apply it to", param="draft_precision"
+        )
     require_blocks(settings, methods)
 
 
@@ -206,7 +214,9 @@ def require_blocks(settings: Mapping[str, Any], methods: Sequence[MethodOptions]
     """
     kinds = {settings.get("precision"), settings.get("draft_precision") if _stores_drafts(methods) else "fp32"}
     if settings.get("block_size") is not None and kinds <= {"fp32", "fp16", "bf16", "fp8"}:
-        raise BuildError("block_size was given, and only int8 and int4 have blocks; choose one, or leave it out")
+        raise BuildError(
+            "block_size was given, and only int8 and int4 have blocks; choose one, or leave it out", param="block_size"
+        )
 
 
 def _stores_drafts(methods: Sequence[MethodOptions]) -> bool:

@@ -91,7 +91,7 @@ class Frontend:
         """See :meth:`open`; ``keys`` are the options that the caller set."""
         model, bundle, config = options.model, options.bundle, options.speculative_config
         if (model is None) == (bundle is None):
-            raise BuildError(f"model is {model!r} and bundle is {bundle!r}; give one of them")
+            raise BuildError(f"model is {model!r} and bundle is {bundle!r}; give one of them", param="model")
         build = {name: getattr(options, name) for name in BuildSettings.__struct_fields__ if name in keys}
         if model is not None and (expanded(model) / MANIFEST_NAME).is_file():
             model, bundle = None, model
@@ -105,7 +105,8 @@ class Frontend:
             if options.tensor_parallel_size not in (None, ranks):
                 raise BuildError(
                     f"tensor_parallel_size is {options.tensor_parallel_size}, but {folder} was built for {ranks}; "
-                    f"leave it out, or build with --tensor-parallel {options.tensor_parallel_size}"
+                    f"leave it out, or build with --tensor-parallel {options.tensor_parallel_size}",
+                    param="tensor_parallel_size",
                 )
             if config is not None:
                 loaded, chosen = _of_bundle(config)
@@ -127,7 +128,7 @@ class Frontend:
             engine.stream([0], speculative=chosen).close()
         except RequestError as error:
             engine.close()
-            raise BuildError(f"speculative_config: {error}") from error
+            raise BuildError(f"speculative_config: {error}", param="speculative_config") from error
         return cls(engine, str(model or bundle), chosen, options.seed)
 
     def speculation(self, keys: Mapping[str, Any]) -> Speculative:
@@ -241,12 +242,13 @@ def _of_bundle(config: SpeculativeConfig) -> tuple[tuple[MethodOptions, ...], Sp
             if extra is not None:
                 raise BuildError(
                     f"speculative_config: {extra} was given with a bundle, which is built already; name method and "
-                    "num_speculative_tokens alone, or build another bundle"
+                    "num_speculative_tokens alone, or build another bundle",
+                    param="speculative_config",
                 )
             try:
                 chosen.append(Speculative.of(mapping))
             except RequestError as error:
-                raise BuildError(f"speculative_config: {error}") from error
+                raise BuildError(f"speculative_config: {error}", param="speculative_config") from error
         else:
             (method,) = read_methods(mapping)
             methods.append(method)

@@ -76,10 +76,11 @@ class CompileOptions(Options, frozen=True):
             raise BuildError(
                 f"backend is {self.backend}, whose graphs run on any device, any number of requests and one token at a "
                 "time; compute_capability, engine_batch_sizes and plain_profile are for "
-                f"{' and '.join(COMPILERS)}: leave them out"
+                f"{' and '.join(COMPILERS)}: leave them out",
+                param="backend",
             )
         if not self.engine_batch_sizes:
-            raise BuildError("engine_batch_sizes is empty; expected at least one")
+            raise BuildError("engine_batch_sizes is empty; expected at least one", param="engine_batch_sizes")
 
 
 def check_stored(stored: Collection[str], capabilities: Collection[Capability]) -> None:
@@ -93,7 +94,8 @@ def check_stored(stored: Collection[str], capabilities: Collection[Capability]) 
         raise BuildError(
             f"compute_capability is {dotted(older[0])}, and fp8 weights need {dotted(FP8_CAPABILITY)} "
             "(Ada) or higher, as older GPUs do not know that type; compile for other devices, or build with "
-            "--precision int8, which takes as much memory"
+            "--precision int8, which takes as much memory",
+            param="compute_capability",
         )
 
 

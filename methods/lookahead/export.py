@@ -42,7 +42,9 @@ def _sizes(options: LookaheadOptions, parameters: int) -> tuple[int, int, int]:
     try:
         W, N, G = map(int, preset.split(","))
     except ValueError as error:
-        raise BuildError(f"lookahead is {preset!r}; expected W,N,G or one of gpu, {', '.join(PRESETS)}") from error
+        raise BuildError(
+            f"lookahead is {preset!r}; expected W,N,G or one of gpu, {', '.join(PRESETS)}", param="lookahead"
+        ) from error
     return W, N, G
 
 

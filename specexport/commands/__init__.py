@@ -168,6 +168,7 @@ def _require_method(arguments: argparse.Namespace, method: str) -> None:
         return
     example = method if name != method else f"{method}:…"
     raise RequestError(
-        f"--method is {method!r}, but {arguments.model} would be built without it; name a look-up, or a method to "
-        f"build with: --speculative-config {example} --method {name}"
+        f"method is {method!r}, but {arguments.model} would be built without it; name a look-up, or a method to "
+        f"build with: --speculative-config {example} --method {name}",
+        param="method",
     )

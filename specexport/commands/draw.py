@@ -93,7 +93,7 @@ def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
             raise RequestError(f"the bundle was built without a method; name one of {', '.join(methods)} as --method")
         name = manifest.methods[0].name
     if name not in methods:
-        raise RequestError(f"--method is {name!r}; the bundle has {', '.join(methods)}")
+        raise RequestError(f"method is {name!r}; the bundle has {', '.join(methods)}", param="method")
     return methods[name].token_trees()[0]
 
 

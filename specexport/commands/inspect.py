@@ -220,7 +220,9 @@ def verify_command(command: VerifyOptions) -> int:
     for source in command.source:
         key, equals, sources[key] = source.partition("=")
         if not equals:
-            raise RequestError(f"--source is {source!r}; expected METHOD.KEY=DIR, such as medusa.model=heads/")
+            raise RequestError(
+                f"source is {source!r}; expected METHOD.KEY=DIR, such as medusa.model=heads/", param="source"
+            )
     report.check_path("--report", command.report)
     exporter()
     from specexport.verify.bundle import numbers, render, verify

@@ -86,7 +86,7 @@ def plan_command(command: PlanOptions) -> int:
     target, acceptance = command.source, 0.7 if command.acceptance is None else command.acceptance
     device = DEVICES.get(command.device)
     if device is None:
-        raise BuildError(f"device is {command.device!r}; expected one of {', '.join(DEVICES)}")
+        raise BuildError(f"device is {command.device!r}; expected one of {', '.join(DEVICES)}", param="device")
     method = parse_method(command.method) if command.method else None
     if command.draft is not None:
         method = read_method({"method": "draft_model", "model": command.draft}, "--draft")

@@ -128,7 +128,7 @@ def _keys(flags: Sequence[str]) -> list[str]:
     for key in keys:
         require_text(key, "SPECEXPORT_API_KEY")
     if any(not key for key in keys):
-        raise BuildError("--api-key is empty; leave it out to need no key")
+        raise BuildError("api_key is empty; leave it out to need no key", param="api_key")
     return keys
 
 
