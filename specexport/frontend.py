@@ -99,7 +99,8 @@ class Frontend:
         chosen = DEFAULT
         if bundle is not None:
             if build:
-                raise BuildError(f"{next(iter(build))} was given with a bundle, which is built already; leave it out")
+                name = next(iter(build))
+                raise BuildError(f"{name} was given with a bundle, which is built already; leave it out", param=name)
             folder = Path(bundle)
             ranks = len(read_manifest(expanded(folder)).target.ranks) or 1
             if options.tensor_parallel_size not in (None, ranks):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+from specexport.commands.flags import UsageError
 from specexport.contract.errors import RequestError
 from specexport.contract.folders import write_file
 from specexport.contract.manifest import Manifest
@@ -63,7 +64,7 @@ def tree_of(source: Path, method: str | None) -> TokenTree:
     if source.is_dir():
         return _bundled_tree(read_manifest(source), method)
     if method is not None:
-        raise RequestError("--method was given with a tree; it chooses a method of a bundle")
+        raise UsageError("--method was given with a tree; it chooses a method of a bundle")
     return TokenTree.load(source)
 
 
