@@ -104,7 +104,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def refusal(cls, message: str, name: str) -> SpecExportError:
         """The error for a wrong value."""
-        return BuildError(message)
+        return BuildError(message, param=name)
 
     @classmethod
     def from_keywords(cls, *args: Any, **values: Any) -> Self:

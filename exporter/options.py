@@ -82,7 +82,8 @@ class CompileOptions(Options, frozen=True):
     backend: EngineRuntime
     compute: Annotated[ComputedIn | None, _engine()] = None
     compute_capability: Annotated[
-        tuple[Capability, ...], _engine("CC[,CC...]", parse=_capabilities, expected="pairs such as (8, 9)")
+        tuple[Capability, ...],
+        _engine("CC[,CC...]", parse=_capabilities, expected="89, 8.9 or sm_89, or several; in Python pairs (8, 9)"),
     ] = ()
     engine_batch_sizes: Annotated[tuple[int, ...], _engine("B[,B...]", parse=_batch_sizes, ge=1)] = (1,)
     plain_profile: Annotated[bool, _engine()] = False
@@ -94,10 +95,11 @@ class CompileOptions(Options, frozen=True):
             raise BuildError(
                 f"backend is {self.backend}, whose graphs run on any device, any number of requests and one token at a "
                 "time; compute_capability, engine_batch_sizes and plain_profile are for "
-                f"{' and '.join(COMPILERS)}: leave them out"
+                f"{' and '.join(COMPILERS)}: leave them out",
+                param="backend",
             )
         if not self.engine_batch_sizes:
-            raise BuildError("engine_batch_sizes is empty; expected at least one")
+            raise BuildError("engine_batch_sizes is empty; expected at least one", param="engine_batch_sizes")
 
 
 def check_stored(stored: Collection[str], capabilities: Collection[Capability]) -> None:
@@ -107,7 +109,8 @@ def check_stored(stored: Collection[str], capabilities: Collection[Capability]) 
         raise BuildError(
             f"compute_capability is {dotted(older[0])}, and fp8 weights need {dotted(FP8_CAPABILITY)} "
             "(Ada) or higher, as older GPUs do not know that type; compile for other devices, or build with "
-            "--precision int8, which takes as much memory"
+            "--precision int8, which takes as much memory",
+            param="compute_capability",
         )
 
 
@@ -215,31 +218,37 @@ class BuildOptions(BuildSettings, frozen=True):
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise BuildError(f"method {doubled[0]!r} was given twice; a bundle has each method once")
         if self.engines is not None and self.engines.backend != self.backend:
-            raise BuildError(f"backend is {self.backend}, but the engines are for {self.engines.backend}")
+            raise BuildError(
+                f"backend is {self.backend}, but the engines are for {self.engines.backend}", param="backend"
+            )
         if self.engines is not None:
             check_stored((self.target_storage.kind, self.draft_storage.kind), self.engines.compute_capability)
             check_batches(self.engines.engine_batch_sizes, batch_points(self.max_batch_size))
         if self.inputs_embeds and self.backend in COMPILERS:
             raise BuildError(
-                f"inputs_embeds was given with backend {self.backend}, whose engines read only tokens; leave one out"
+                f"inputs_embeds was given with backend {self.backend}, whose engines read only tokens; leave one out",
+                param="inputs_embeds",
             )
         if self.lowering == "portable":
             for name in ("precision", "rest", "draft_precision"):
                 if getattr(self, name) == "int4":
                     raise BuildError(
                         f"{name} is 'int4', which the portable lowering cannot store: opset 20 has no four-bit "
-                        "integers; choose int8, fp16 or fp32, or the native lowering"
+                        "integers; choose int8, fp16 or fp32, or the native lowering",
+                        param=name,
                     )
             if self.block_size is not None:
                 raise BuildError(
                     f"block_size is {self.block_size}, but opset 20 knows no blocks: in the portable lowering each "
-                    "column of a matrix has one scale; leave block_size out, or choose the native lowering"
+                    "column of a matrix has one scale; leave block_size out, or choose the native lowering",
+                    param="block_size",
                 )
         if self.calibration_data is not None and not self.calibrated:
             raise BuildError(
                 f"calibration_data was given with precision {self.precision or 'unset'}, lowering {self.lowering}, "
                 f"backend {self.backend} and tensor_parallel {self.tensor_parallel}; only int4 for backend onnxruntime "
-                "in one process is calibrated. Leave it out"
+                "in one process is calibrated. Leave it out",
+                param="calibration_data",
             )
 
     @property
@@ -272,7 +281,9 @@ class BuildOptions(BuildSettings, frozen=True):
 def require_effect(settings: Mapping[str, Any], methods: Sequence[MethodOptions]) -> None:
     """Checks that every setting that a user chose has an effect."""
     if settings.get("draft_precision") is not None and not _stores_drafts(methods):
-        raise BuildError("draft_precision was given without a draft, heads or a speculator to apply it to")
+        raise BuildError(
+            "draft_precision was given without a draft, heads or a speculator to apply it to", param="draft_precision"
+        )
     require_blocks(settings, methods)
 
 
@@ -280,7 +291,9 @@ def require_blocks(settings: Mapping[str, Any], methods: Sequence[MethodOptions]
     """Checks that a chosen block size applies to some matrix; passes if the checkpoint decides a precision."""
     kinds = {settings.get("precision"), settings.get("draft_precision") if _stores_drafts(methods) else "fp32"}
     if settings.get("block_size") is not None and kinds <= {"fp32", "fp16", "bf16", "fp8"}:
-        raise BuildError("block_size was given, and only int8 and int4 have blocks; choose one, or leave it out")
+        raise BuildError(
+            "block_size was given, and only int8 and int4 have blocks; choose one, or leave it out", param="block_size"
+        )
 
 
 def _stores_drafts(methods: Sequence[MethodOptions]) -> bool:

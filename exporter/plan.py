@@ -166,7 +166,7 @@ def plan(
         BuildError: a configuration cannot be read, the draft belongs to another target, or an argument is invalid.
     """
     if precision not in _BITS:
-        raise BuildError(f"precision is {precision!r}; expected one of {', '.join(_BITS)}")
+        raise BuildError(f"precision is {precision!r}; expected one of {', '.join(_BITS)}", param="precision")
     check_stored((precision,), (capability(device.capability),))
     _check_acceptance(acceptance)
     nodes = MAX_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
@@ -175,7 +175,7 @@ def plan(
     if context is None:
         context = min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT)
     if context < 2:
-        raise BuildError(f"max_seq_len is {context}; expected at least 2")
+        raise BuildError(f"max_seq_len is {context}; expected at least 2", param="max_seq_len")
     if positions is not None:
         require_positions(context, positions, target)
     models = [_model_plan(target, target_sizes, precision, context, backend, nodes)]
@@ -198,7 +198,8 @@ def _draft(method: MethodOptions, target: str, target_sizes: ModelSizes) -> Meta
     if draft is None:
         raise BuildError(
             f"method is {method.name!r}, which has no model of its own to plan for; expected draft_model, "
-            "universal_draft, eagle3, dflash or mtp. Leave it out; 'specexport bench' measures what a bundle gains"
+            "universal_draft, eagle3, dflash or mtp. Leave it out; 'specexport bench' measures what a bundle gains",
+            param="method",
         )
     return draft
 
@@ -236,7 +237,7 @@ def _bundle_model_plan(source: str, model: Model, sizes: Mapping[str, int]) -> M
 
 def _check_acceptance(acceptance: float) -> None:
     if not 0 <= acceptance < 1:
-        raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1")
+        raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1", param="acceptance")
 
 
 def _device_plan(

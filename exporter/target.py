@@ -56,7 +56,8 @@ def for_checkpoint(options: BuildOptions) -> BuildOptions:
         if options.precision == "stored":
             raise BuildError(
                 f"precision is 'stored' with lowering {options.lowering} and backend {options.backend}, which have no "
-                "such scales as GGUF; choose another precision, or the native lowering and backend onnxruntime"
+                "such scales as GGUF; choose another precision, or the native lowering and backend onnxruntime",
+                param="precision",
             )
         return msgspec.structs.replace(options, precision="int8")
     kind = "int8" if options.lowering == "portable" and kind == "int4" else kind
@@ -164,7 +165,8 @@ def write_target(build: Build, plan: BuildPlan, checkpoint: Checkpoint, calibrat
         if graphs and ranks > 1:
             raise BuildError(
                 f"tensor_parallel is {ranks}, and a method drafts with layers of the target, which are split; choose a "
-                "separate draft"
+                "separate draft",
+                param="tensor_parallel",
             )
         step = _StepTracer(options, plan, checkpoint, [each for each in added if isinstance(each, Addition)])
         if ranks == 1:

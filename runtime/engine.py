@@ -152,7 +152,8 @@ class Engine:
         if max_model_len is not None and max_model_len > manifest.max_seq_len:
             raise BuildError(
                 f"max_model_len is {max_model_len}; expected at most {manifest.max_seq_len}, for which this bundle was "
-                "built"
+                "built",
+                param="max_model_len",
             )
         available = available_methods(manifest, read_methods(methods))
         running = open_backend(opened, BackendOptions(backend, threads, gpu_memory_utilization, cache_graphs))
@@ -161,7 +162,8 @@ class Engine:
             if slots not in manifest.batch_sizes:
                 built = ", ".join(map(str, manifest.batch_sizes))
                 raise RequestError(
-                    f"max_batch_size is {slots}; the bundle was built for {built} (build --max-batch-size)"
+                    f"max_batch_size is {slots}; the bundle was built for {built} (build --max-batch-size)",
+                    param="max_batch_size",
                 )
             target = running.open(manifest.target, slots, manifest.target_signature.buffers)
             opening = Opening(opened, running, slots)
@@ -270,7 +272,10 @@ class Engine:
         embedded = isinstance(encoded_prompt, EncodedPrompt)
         self._require_room(len(encoded_prompt), params)
         if params.prompt_logprobs is not None and embedded:
-            raise RequestError("prompt_logprobs is set, but the prompt has embeddings, which have none; leave it out")
+            raise RequestError(
+                "prompt_logprobs is set, but the prompt has embeddings, which have none; leave it out",
+                param="prompt_logprobs",
+            )
         unset = (name for name in ("posterior_threshold", "posterior_alpha") if getattr(params, name) is None)
         params = params.replace(**{name: getattr(self.manifest.generation, name) for name in unset})
         options = Speculative.of(speculative)

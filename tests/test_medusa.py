@@ -367,5 +367,5 @@ def test_build_run_and_inspect(tmp_path: Path, checkpoints: dict[str, str], caps
         ("inspect --method medusa", "--method was given without --tree"),
     ):
         command, *flags = wrong.split()
-        assert main([command, str(out), *flags]) == 1
+        assert main([command, str(out), *flags]) == 2
         assert reason in capsys.readouterr().err

@@ -33,7 +33,7 @@ from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.request import Completion, complete
 from specexport.runtime.speculative import PLAIN
-from specexport.verify.graphs import check_graphs
+from specexport.verify.bundle import check_graphs
 from tests.checkpoints import make_checkpoint
 from tests.cuda_stand_in import StandIn
 from tests.manifests import put

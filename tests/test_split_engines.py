@@ -36,8 +36,8 @@ from specexport.runtime.backends.onnxruntime import segments
 from specexport.runtime.backends.onnxruntime.segments import open_whole
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN
+from specexport.verify.bundle import check_graphs
 from specexport.verify.engines import runnable
-from specexport.verify.graphs import check_graphs
 from tests.checkpoints import GROUPED, make_checkpoint
 from tests.compiled import compiled
 from tests.manifests import put

@@ -76,7 +76,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
 
     @classmethod
     def refusal(cls, message: str, name: str) -> TrainError:
-        return TrainError(message)
+        return TrainError(message, param=name)
 
     def check(self) -> None:
         """Checks the options as far as possible without the model."""

@@ -72,7 +72,8 @@ def method_type(name: str) -> type[Method]:
     """
     if name not in known():
         raise SpecExportError(
-            f"method is {name!r}; expected one of {', '.join(known())}, or install the package that adds it"
+            f"method is {name!r}; expected one of {', '.join(known())}, or install the package that adds it",
+            param="method",
         )
     kind = load(GROUP, name)
     if not isinstance(kind, type) or not issubclass(kind, Method) or method_name(kind) != name:
@@ -146,12 +147,15 @@ def listed(config: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
         try:
             config = json.loads(config)
         except (ValueError, RecursionError) as error:
-            raise BuildError(f"speculative_config: not JSON: {error}") from error
+            raise BuildError(f"speculative_config: not JSON: {error}", param="speculative_config") from error
     several = (config,) if isinstance(config, (str, Mapping, MethodOptions)) else config
     if not isinstance(several, Sequence) or not all(
         isinstance(entry, (str, Mapping, MethodOptions)) for entry in several
     ):
-        raise BuildError(f"speculative_config: {config!r} is not an object with the key method, or a list of them")
+        raise BuildError(
+            f"speculative_config: {config!r} is not an object with the key method, or a list of them",
+            param="speculative_config",
+        )
     return tuple(several)
 
 

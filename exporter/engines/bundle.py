@@ -264,7 +264,8 @@ def _capabilities(library: CompilerLibrary, options: CompileOptions, stored: set
         if devices and set(devices) != {here}:
             raise BuildError(
                 f"compute_capability is {', '.join(map(dotted, devices))}, but TensorRT compiles only for "
-                f"the device that it runs on, {dotted(here)}; leave it out, or compile on the other device"
+                f"the device that it runs on, {dotted(here)}; leave it out, or compile on the other device",
+                param="compute_capability",
             )
         check_stored(stored, (here,))
         return (here,)
@@ -276,7 +277,8 @@ def _capabilities(library: CompilerLibrary, options: CompileOptions, stored: set
     if unsupported:
         raise BuildError(
             f"compute_capability is {dotted(unsupported[0])}, which TensorRT-RTX {library.version} does not know; it "
-            f"knows {', '.join(map(dotted, supported))}. Use --backend tensorrt on that device, or ONNX Runtime"
+            f"knows {', '.join(map(dotted, supported))}. Use --backend tensorrt on that device, or ONNX Runtime",
+            param="compute_capability",
         )
     check_stored(stored, chosen)
     return tuple(sorted(set(chosen)))

@@ -71,7 +71,8 @@ def require_collectives(library: CompilerLibrary, capabilities: Collection[Capab
         raise BuildError(
             f"compute_capability is {dotted(older[0])}, and the collective layers of a split target need "
             f"{dotted(_COLLECTIVES_FROM)} (Ampere) or higher; compile for other devices, or build without "
-            "--tensor-parallel"
+            "--tensor-parallel",
+            param="compute_capability",
         )
     if not hasattr(library.trt, "IDistCollectiveLayer"):
         raise BuildError(

@@ -239,7 +239,8 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         if len(tree) != size + 1:
             raise BuildError(
                 f"num_speculative_tokens is {size}, and the widest tree of {outline.path} has {len(tree) - 1}: its "
-                f"top_k_tokens_per_head is {list(outline.widths)}. Ask for fewer, or name a tree"
+                f"top_k_tokens_per_head is {list(outline.widths)}. Ask for fewer, or name a tree",
+                param="num_speculative_tokens",
             )
         return tree
 

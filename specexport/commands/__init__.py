@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from specexport.commands import report
-from specexport.commands.flags import add_flags, flag_values, from_flags, group_of
+from specexport.commands.flags import UsageError, add_flags, flag_values, from_flags, group_of
 from specexport.contract.errors import RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, GenerationDefaults
@@ -154,7 +154,7 @@ def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
     if not arguments.no_speculation:
         return keys
     if keys:
-        raise RequestError(f"{dashed(next(iter(keys)))} was given with --no-speculation; give one of them")
+        raise UsageError(f"{dashed(next(iter(keys)))} was given with --no-speculation; give one of them")
     return {"num_speculative_tokens": 0}
 
 
@@ -174,6 +174,7 @@ def _require_method(arguments: argparse.Namespace, method: str) -> None:
         return
     example = method if name != method else f"{method}:…"
     raise RequestError(
-        f"--method is {method!r}, but {arguments.model} would be built without it; name a look-up, or a method to "
-        f"build with: --speculative-config {example} --method {name}"
+        f"method is {method!r}, but {arguments.model} would be built without it; name a look-up, or a method to "
+        f"build with: --speculative-config {example} --method {name}",
+        param="method",
     )

@@ -13,6 +13,7 @@ import msgspec
 from specexport.building import exporter, needs_extra, progress_bars, warn_of_settings
 from specexport.commands import BundleOptions, Command
 from specexport.commands.flags import (
+    UsageError,
     add_flags,
     add_method_arguments,
     asked_methods,
@@ -22,7 +23,7 @@ from specexport.commands.flags import (
 )
 from specexport.commands.inspect import summary
 from specexport.contract.engines import ENGINE_RUNTIMES
-from specexport.contract.errors import BuildError, TrainError
+from specexport.contract.errors import TrainError
 from specexport.contract.methods import known, method_type, module_of, part
 from specexport.contract.options import dashed, options
 from specexport.contract.reading import read_manifest
@@ -86,10 +87,10 @@ def _engines(arguments: argparse.Namespace) -> CompileOptions | None:
     backend, later = getattr(arguments, "backend", None), arguments.no_compile
     if backend not in ENGINE_RUNTIMES:
         if flag is not None or later:
-            raise BuildError(f"{flag or '--no-compile'} was given without --backend {' or '.join(ENGINE_RUNTIMES)}")
+            raise UsageError(f"{flag or '--no-compile'} was given without --backend {' or '.join(ENGINE_RUNTIMES)}")
         return None
     if later and flag is not None:
-        raise BuildError(f"{flag} was given with --no-compile; give it to specexport compile")
+        raise UsageError(f"{flag} was given with --no-compile; give it to specexport compile")
     return None if later else from_flags(CompileOptions, arguments)
 
 

@@ -36,7 +36,7 @@ def _usage() -> Iterator[None]:
     try:
         yield
     except SpecExportError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(str(error), param=error.param) from error
 
 
 def add_flags(
@@ -84,10 +84,11 @@ def from_flags(kind: type[O], arguments: argparse.Namespace, **others: Any) -> O
     """The options that a command line asks for; ``others`` are fields without a flag.
 
     Raises:
-        UsageError: a value is out of range; names the flag.
-        SpecExportError: options contradict each other.
+        UsageError: a value is out of range, or options contradict each other; names the flag.
     """
-    return kind(**flag_values(kind, arguments, options(kind).keys() - others.keys()), **others)
+    values = flag_values(kind, arguments, options(kind).keys() - others.keys())
+    with _usage():
+        return kind(**values, **others)
 
 
 def flag(option: Option) -> str:

@@ -11,6 +11,7 @@ import msgspec
 from specexport.building import exporter, progress_bars
 from specexport.commands import BundleOptions, report
 from specexport.commands.draw import size_of, svg, terminal_tree, tree_of
+from specexport.commands.flags import UsageError
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import GenerationDefaults, Manifest, short
 from specexport.contract.methods import Method, method_name, text_methods
@@ -49,11 +50,11 @@ def inspect_command(command: InspectOptions) -> int:
         specexport inspect mc_sim_7b_63 --tree
     """
     if command.method is not None and not command.tree:
-        raise RequestError("--method was given without --tree; it chooses the tree that is drawn")
+        raise UsageError("--method was given without --tree; it chooses the tree that is drawn")
     if command.tree:
         for name in ("hashes", "json"):
             if getattr(command, name):
-                raise RequestError(f"--{name} was given with --tree, which draws the tree alone; give one of them")
+                raise UsageError(f"--{name} was given with --tree, which draws the tree alone; give one of them")
         tree = tree_of(command.bundle, command.method)
         show(terminal_tree(tree), f"{size_of(tree)}, {counted(len(tree.leaf_paths), 'path')}")
         return 0
@@ -223,7 +224,9 @@ def verify_command(command: VerifyOptions) -> int:
     for source in command.source:
         key, equals, sources[key] = source.partition("=")
         if not equals:
-            raise RequestError(f"--source is {source!r}; expected METHOD.KEY=DIR, such as medusa.model=heads/")
+            raise RequestError(
+                f"source is {source!r}; expected METHOD.KEY=DIR, such as medusa.model=heads/", param="source"
+            )
     report.check_path("--report", command.report)
     exporter()
     from specexport.verify.bundle import numbers, render, verify

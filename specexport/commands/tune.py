@@ -141,10 +141,10 @@ def _tunable(bundle: Path, manifest: Manifest, name: str | None) -> Method:
     method = manifest.methods[0] if name is None else manifest.method(name)
     if method is None:
         names = ", ".join(method.name for method in manifest.methods)
-        raise RequestError(f"--method is {name!r}; the bundle has {names}", param="method")
+        raise RequestError(f"method is {name!r}; the bundle has {names}", param="method")
     if not method.branching:
         raise RequestError(
-            f"--method is {method.name!r}, whose steps follow from its options, not from a tree; build it with other "
+            f"method is {method.name!r}, whose steps follow from its options, not from a tree; build it with other "
             "options instead",
             param="method",
         )
