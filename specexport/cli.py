@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_flag(error: SpecExportError, arguments: argparse.Namespace) -> str:
-    """The error's message, with flags instead of its parameter at the beginning and of the one in ``was given with``."""
+    """The error's message, with flags for its parameter at the beginning and for the one in ``was given with``."""
     declared = arguments.parser._option_string_actions if hasattr(arguments, "parser") else ()
 
     def spelled(match: re.Match[str]) -> str:
