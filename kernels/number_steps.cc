@@ -375,7 +375,7 @@ class ScatterElements : public Step {
     const int axis = axis_of(axis_, x.rank);
     if (!same_dims(places, updates) || places.rank != x.rank) fail("ScatterElements' inputs do not fit each other");
     const View& y = frame.create(outputs[0], x.type, x.shape());
-    copy_elements(x, y);
+    frame.copy(x, y);
     const size_t size = element_size(x.type);
     int64_t place[kMostDims] = {};
     for (int64_t i = 0; i < places.count(); i++) {

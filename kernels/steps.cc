@@ -25,7 +25,7 @@ View& Frame::create(int value, Type type, const std::vector<int64_t>& dims) {
 
 void Frame::alias(int value, const View& view) {
   if (output_index[size_t(value)] >= 0) {
-    copy_elements(view, create(value, view.type, view.shape()));
+    copy(view, create(value, view.type, view.shape()));
   } else {
     views[size_t(value)] = view;
   }
@@ -36,7 +36,7 @@ View Frame::packed(const View& view) {
   View copy = view;
   copy.set(view.shape());
   copy.data = scratch(size_t(view.count()) * element_size(view.type));
-  copy_elements(view, copy);
+  this->copy(view, copy);
   return copy;
 }
 
@@ -50,21 +50,21 @@ void Frame::free_scratch() {
   scratch_memory.clear();
 }
 
-void copy_elements(const View& from, const View& to) {
-  const size_t size = element_size(from.type), row = size_t(from.last()) * size;
-  const int64_t rows = from.rows();
-  if (from.dense_rows()) {
-    for (int64_t r = 0; r < rows; r++)
-      std::memcpy(to.data + size_t(r) * row, from.data + size_t(from.row_offset(r)) * size, row);
-    return;
-  }
-  const int64_t stride = from.strides[from.rank - 1];
-  for (int64_t r = 0; r < rows; r++) {
-    const char* source = from.data + from.row_offset(r) * int64_t(size);
-    char* target = to.data + size_t(r) * row;
-    for (int64_t i = 0; i < from.last(); i++)
-      std::memcpy(target + size_t(i) * size, source + i * stride * int64_t(size), size);
-  }
+void Frame::copy(const View& from, const View& to) {
+  const size_t size = element_size(from.type);
+  const int64_t rows = from.rows(), last = from.last(), stride = from.dense_rows() ? 1 : from.strides[from.rank - 1];
+  const int parts = int(std::min(rows, int64_t(parts_of(*this, from.count(), 16384))));
+  team.split(parts, [&](int p) {
+    for (int64_t r = rows * p / parts, end = rows * (p + 1) / parts; r < end; r++) {
+      const char* source = from.data + from.row_offset(r) * int64_t(size);
+      char* target = to.data + to.row_offset(r) * int64_t(size);
+      if (stride == 1) {
+        std::memcpy(target, source, size_t(last) * size);
+      } else {
+        for (int64_t i = 0; i < last; i++) std::memcpy(target + size_t(i) * size, source + i * stride * int64_t(size), size);
+      }
+    }
+  });
 }
 
 namespace {
@@ -102,7 +102,9 @@ class Reshape : public Step {
     for (int64_t size : dims) count *= size;
     if (count != x.count()) fail("Reshape changes the number of elements");
     if (reshape_view(x, dims, &view)) return frame.alias(outputs[0], view);
-    copy_elements(x, frame.create(outputs[0], x.type, dims));
+    View y = frame.create(outputs[0], x.type, dims);
+    y.set(x.shape());
+    frame.copy(x, y);
   }
 
  private:
@@ -411,20 +413,17 @@ class TensorScatter : public Step {
     require_dims(update, {cache.dims[0], cache.dims[1], update.dims[2], cache.dims[3]}, "TensorScatter's update");
     if (inputs.size() > 2 && inputs[2] >= 0) require_dims(frame[inputs[2]], {cache.dims[0]}, "TensorScatter's index");
     View& y = frame.create(outputs[0], cache.type, cache.shape());
-    if (y.data != cache.data) copy_elements(cache, y);
-    const int64_t batch = cache.dims[0], heads = cache.dims[1], length = cache.dims[2], size = cache.dims[3];
+    if (y.data != cache.data) frame.copy(cache, y);
     const int64_t tokens = update.dims[2];
-    for (int64_t b = 0; b < batch; b++) {
+    for (int64_t b = 0; b < cache.dims[0]; b++) {
       const int64_t at = inputs.size() > 2 && inputs[2] >= 0 ? frame[inputs[2]].as<int64_t>()[b] : 0;
-      if (at < 0 || at + tokens > length) fail("TensorScatter writes outside the cache");
-      for (int64_t h = 0; h < heads; h++)
-        for (int64_t t = 0; t < tokens; t++) {
-          float* to = y.floats() + ((b * heads + h) * length + at + t) * size;
-          const float* from = update.floats() + b * update.strides[0] + h * update.strides[1] + t * update.strides[2];
-          if (update.strides[3] == 1) std::memcpy(to, from, size_t(size) * sizeof(float));
-          else
-            for (int64_t d = 0; d < size; d++) to[d] = from[d * update.strides[3]];
-        }
+      if (at < 0 || at + tokens > cache.dims[2]) fail("TensorScatter writes outside the cache");
+      View from = update, to = y;
+      from.dims[0] = to.dims[0] = 1;
+      to.dims[2] = tokens;
+      from.data += b * update.strides[0] * int64_t(sizeof(float));
+      to.data += (b * y.strides[0] + at * y.strides[2]) * int64_t(sizeof(float));
+      frame.copy(from, to);
     }
   }
 };

@@ -30,6 +30,8 @@ struct Frame {
   void alias(int value, const View& view);
   // The same elements, contiguous; may live in memory that is freed at the end of the step.
   View packed(const View& view);
+  // Copies elements to a tensor of the same shape, whose last dimension is dense.
+  void copy(const View& from, const View& to);
   char* scratch(size_t bytes);
   void free_scratch();
 
@@ -62,7 +64,5 @@ std::unique_ptr<Step> make_gate(Unary function, int a, int b, int y);
 std::unique_ptr<Step> make_unary(Unary function, int x, int y);
 // Rows of a table, along its first dimension; those of 16-bit floats as fp32.
 std::unique_ptr<Step> make_gather(int table, int indices, int y);
-
-void copy_elements(const View& from, const View& to);
 
 }  // namespace specexport
