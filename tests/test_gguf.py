@@ -398,5 +398,5 @@ def test_a_draft_and_other_precisions(small: Path, tmp_path: Path, capsys: pytes
     assert main([*words, str(tmp_path / "int4"), "--precision", "int4"]) == 0
     errors = capsys.readouterr().err
     assert "matrices were rounded again, to int4, as their scales do not fit: error" in errors
-    assert main([*words, str(tmp_path / "stored"), "--precision", "stored", "--lowering", "portable"]) == 1
+    assert main([*words, str(tmp_path / "stored"), "--precision", "stored", "--lowering", "portable"]) == 2
     assert "precision is 'stored' with lowering portable" in capsys.readouterr().err

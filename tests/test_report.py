@@ -180,10 +180,10 @@ def test_a_report_that_cannot_be_written_costs_no_time(
     monkeypatch.setattr(
         "specexport.commands.report.os.access", lambda path, mode: path != tmp_path and access(path, mode)
     )
-    assert main(["bench", str(bundle("qwen3-lookup")), "--plot", str(refused)]) == 1
+    assert main(["bench", str(bundle("qwen3-lookup")), "--plot", str(refused)]) == 2
     assert f"--plot is {refused}, which cannot be written; expected" in capsys.readouterr().err
     for path in (tmp_path, tmp_path / "none" / "report.html"):
-        assert main(["bench", str(bundle("qwen3-lookup")), "--plot", str(path)]) == 1
+        assert main(["bench", str(bundle("qwen3-lookup")), "--plot", str(path)]) == 2
         output = capsys.readouterr()
         assert f"--plot is {path}; expected a file to write" in output.err
         assert output.out == ""

@@ -153,7 +153,7 @@ def test_the_command_prints_accuracies_or_the_record(
     assert record["options"]["tie_lm_head"] is True
     assert len(record["head_accuracy"]) == 4
     assert [entry["step"] for entry in record["heads"]["history"]] == [2]
-    assert main([*words, "-o", str(tmp_path / "a")]) == 1
+    assert main([*words, "-o", str(tmp_path / "a")]) == 2
     assert "exists already; choose another folder or pass --overwrite" in capsys.readouterr().err
     assert main([*words, "-o", str(tmp_path / "a"), "--overwrite"]) == 0
     assert "4 heads" in " ".join(capsys.readouterr().out.split())

@@ -217,7 +217,7 @@ def test_a_bundle_that_cannot_be_changed_is_refused_before_anything_is_measured(
     [
         (["--data", "gone.txt"], 1, "gone.txt: "),
         (["--max-nodes", "1"], 2, "--max-nodes is 1; expected a whole number >= 2"),
-        (["--method", "ngram"], 1, "--method is 'ngram'; the bundle has medusa"),
+        (["--method", "ngram"], 2, "--method is 'ngram'; the bundle has medusa"),
     ],
 )
 def test_wrong_arguments_are_explained(

@@ -224,7 +224,7 @@ def test_wrong_arguments(fp32: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         verify(fp32, target=str(tmp_path / "gone"))
     with pytest.raises(RequestError, match=r"draft\.model was given, .* expected one of draft_model\.model"):
         verify(fp32, sources={"draft.model": "x"})
-    assert main(["verify", str(fp32), "--source", "draft_model"]) == 1
+    assert main(["verify", str(fp32), "--source", "draft_model"]) == 2
     assert "expected METHOD.KEY=DIR" in capsys.readouterr().err
     with pytest.raises(RequestError, match="max_tokens is 0"):
         verify(fp32, max_tokens=0)
