@@ -19,7 +19,7 @@ from tqdm import tqdm
 from benchmarks import common
 from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
-from specexport.methods.draft_model.propose import DraftModelProposer
+from specexport.methods.draft_model import DraftModelProposer
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.backend import Array, Graph, RunShape
 from specexport.runtime.speculative import PLAIN

@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
 def _demo_bundle(args: argparse.Namespace) -> Path:
     # Building needs torch, the measuring process does not.
     from benchmarks.pair import built
-    from specexport.exporter.engines.options import CompileOptions
+    from specexport.exporter.options import CompileOptions
 
     draft = {"method": "draft_model", "model": str(args.models / "demo-draft"), "num_speculative_tokens": [K]}
     return built(

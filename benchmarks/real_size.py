@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks import common
 from benchmarks.decode import step_costs
 from specexport.contract.reading import read_manifest
-from specexport.methods.draft_model.propose import DraftModelProposer
+from specexport.methods.draft_model import DraftModelProposer
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
 from specexport.tables import Table, show

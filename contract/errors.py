@@ -43,12 +43,16 @@ class SpecExportError(Exception):
     """Base of every error raised on purpose; the command line prints its message without a stack trace.
 
     Messages may quote libraries and files, so they are reduced to one line of printable characters.
+
+    Attributes:
+        param: the wrong parameter; None if the error is about something else.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, param: str | None = None) -> None:
         line = " ".join(message.split())
         printable = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
         super().__init__(printable if len(printable) <= _LONGEST else printable[:_LONGEST] + "…")
+        self.param = param
 
 
 class BundleError(SpecExportError):
@@ -64,15 +68,7 @@ class TrainError(SpecExportError):
 
 
 class RequestError(SpecExportError, ValueError):
-    """A generation request has a prompt or a parameter that cannot be honoured.
-
-    Attributes:
-        param: the wrong parameter; None if the error is about something else.
-    """
-
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+    """A generation request has a prompt or a parameter that cannot be honoured."""
 
 
 class ContextLengthError(RequestError):

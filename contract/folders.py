@@ -50,7 +50,8 @@ def expanded(path: str | Path, refusal: type[SpecExportError] = BuildError) -> P
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise refusal(f"{path}: no home folder is known, as HOME is not set; give the whole path") from error
+        why = "as HOME is not set" if Path(path).parts[0] == "~" else "as there is no such user"
+        raise refusal(f"{path}: no home folder is known, {why}; give the whole path") from error
 
 
 def temporary_folder() -> Path:
@@ -172,11 +173,7 @@ def _read(path: Path) -> str:
 
 
 def write_lock(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """Locks a folder, which need not exist, for the process that writes or changes it.
-
-    Raises:
-        BuildError: another process holds the lock; names that process.
-    """
+    """Locks a folder, which need not exist, for the process that writes or changes it."""
     return locked(folder.parent / f".{folder.name}.lock", f"is writing {folder}")
 
 
@@ -188,8 +185,6 @@ def written_beside(output: Path, *, overwrite: bool = False, resume: bool = Fals
     output exists at every moment; otherwise the next call restores it after a crash.
 
     Args:
-        output: the final folder.
-        overwrite: replace an existing folder.
         resume: begin with the content that a killed or interrupted block left; a block that fails leaves nothing.
 
     Raises:

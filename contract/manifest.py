@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
@@ -28,6 +29,7 @@ Penalty = Annotated[float, Meta(ge=0.01, le=100.0)]
 _Suppressed = tuple[Annotated[int, Meta(ge=-_MOST, le=_MOST)], ...]
 FORMAT_VERSION = 7
 MANIFEST_NAME = "specexport.json"
+_FILTERS = frozenset({"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"})
 _LONGEST = 80
 """Most characters of a setting's value in a message."""
 DEFAULT_TEMPLATE = "default"
@@ -81,11 +83,7 @@ class GenerationRules(Strict, frozen=True):
     @property
     def change_logits(self) -> bool:
         """Whether logits change before anything is sampled."""
-        forced = self.forced_bos_token_id is not None or self.forced_eos_token_id is not None
-        sizes = self.no_repeat_ngram_size or self.encoder_no_repeat_ngram_size or self.min_length
-        listed = self.sequence_bias or self.bad_words_ids or self.suppress_tokens or self.begin_suppress_tokens
-        penalties = self.encoder_repetition_penalty != 1.0 or self.exponential_decay_length_penalty is not None
-        return bool(forced or sizes or listed or penalties)
+        return self._set({*self.__struct_fields__} - {"max_length", *_FILTERS})
 
     @property
     def tokens(self) -> dict[str, tuple[int, ...]]:
@@ -101,7 +99,10 @@ class GenerationRules(Strict, frozen=True):
     @property
     def filter_tokens(self) -> bool:
         """Whether some filter drops tokens by their probabilities."""
-        return self.top_h is not None or self.typical_p < 1.0 or self.epsilon_cutoff > 0.0 or self.eta_cutoff > 0.0
+        return self._set(_FILTERS)
+
+    def _set(self, names: Collection[str]) -> bool:
+        return any(getattr(self, name) != getattr(NO_RULES, name) for name in names)
 
 
 NO_RULES = GenerationRules()

@@ -104,15 +104,11 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def refusal(cls, message: str, name: str) -> SpecExportError:
         """The error for a wrong value."""
-        return BuildError(message)
+        return BuildError(message, param=name)
 
     @classmethod
     def from_keywords(cls, *args: Any, **values: Any) -> Self:
-        """Creates the options from a caller's arguments, whose names may be wrong.
-
-        Raises:
-            SpecExportError: see the class; or there is no such option.
-        """
+        """Creates the options from a caller's arguments, whose names may be wrong."""
         unknown = next((name for name in values if name not in cls.__struct_fields__), None)
         if unknown is not None:
             raise cls.refusal(
@@ -137,11 +133,7 @@ def dashed(name: str) -> str:
 
 
 def checked(kind: type[Options], values: Mapping[str, Any], spelled: Callable[[str], str] = str) -> dict[str, Any]:
-    """Converts values to the types of their options; ``spelled`` maps an option's name to its spelling in errors.
-
-    Raises:
-        SpecExportError: one is of the wrong kind or out of range.
-    """
+    """Converts values to the types of their options; ``spelled`` maps an option's name to its spelling in errors."""
     converted = {}
     for name, value in values.items():
         option, plain = options(kind)[name], value

@@ -37,11 +37,7 @@ def installed(group: str) -> dict[str, EntryPoint]:
 
 
 def load(group: str, name: str) -> Any:
-    """Loads an entry point of a group.
-
-    Raises:
-        SpecExportError: it cannot be loaded.
-    """
+    """Loads an entry point of a group."""
     try:
         return installed(group)[name].load()
     except Exception as error:  # a third party's package may raise anything

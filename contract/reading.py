@@ -90,7 +90,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
-        raise BundleError(f"{folder}: no such folder; expected a bundle made by 'specexport build'")
+        what = "is no folder" if folder.exists() else "no such folder"
+        raise BundleError(f"{folder}: {what}; expected a bundle made by 'specexport build'")
     if not path.is_file():
         raise BundleError(f"{folder}: no {MANIFEST_NAME}; expected a bundle made by 'specexport build'")
     return _read(path)
@@ -323,8 +324,6 @@ def check_files(
     In the cache of the Hugging Face hub a snapshot's files are links into ``blobs``, which count as inside.
 
     Args:
-        folder: the bundle.
-        manifest: its manifest.
         hashes: whether to compare SHA-256 too, which takes about a second for two gigabytes.
         progress: called with the size of each checked file, in bytes.
 

@@ -1,12 +1,14 @@
-"""Converts and checks callers' values: numbers and arrays of NumPy, torch and others, and text."""
+"""Values that callers pass: numbers and arrays of NumPy, torch and others, text, and functions that report progress."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specexport.contract.errors import RequestError
 
+Progress = Callable[[str, int, int], None]
+"""Reports progress: called with the name of a step, the amount done and the total."""
 _SHOWN = 80
 """Most characters of a value in an error."""
 _DEEPEST = 64
@@ -20,11 +22,7 @@ def plain(value: Any) -> Any:
 
 
 def plain_deep(value: Any, deepest: int = _DEEPEST) -> Any:
-    """Applies :func:`plain` to a value, and to the elements of lists and mappings; lists become tuples.
-
-    Raises:
-        ValueError: lists or mappings are nested more than ``deepest`` levels.
-    """
+    """Applies :func:`plain` to a value, and to the elements of lists and mappings; lists become tuples."""
     value = plain(value)
     if not isinstance(value, (list, tuple, Mapping)):
         return value
@@ -63,11 +61,7 @@ def token_ids(value: Any, name: str, param: str | None = None) -> list[int]:
 
 
 def require_text(text: str, name: str, param: str | None = None) -> None:
-    """Refuses lone surrogates, which also stand for bytes that are not UTF-8.
-
-    Raises:
-        RequestError: names the first such character.
-    """
+    """Refuses lone surrogates, which also stand for bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

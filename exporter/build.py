@@ -26,7 +26,8 @@ from specexport.contract.manifest import (
 from specexport.contract.methods import Method, method_type
 from specexport.contract.reading import file_entry, read_manifest, write_manifest
 from specexport.contract.signature import target_signature
-from specexport.exporter.build_state import Build, Progress, WrittenTarget
+from specexport.contract.values import Progress
+from specexport.exporter.build_state import Build, WrittenTarget
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.settings import setting_notes
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, other_template, other_tokens
@@ -51,8 +52,6 @@ def build(
     no partial bundle.
 
     Args:
-        options: the options of the build.
-        progress: reports progress, if given.
         compiled: called with the report on the engines, if any are compiled.
 
     Returns:
@@ -70,7 +69,7 @@ def build(
         if options.tensor_parallel > 1:
             require_collectives(library, options.engines.compute_capability)
     with written_beside(options.output, overwrite=options.overwrite, resume=options.resume) as folder:
-        records = Records(folder, _built_with())
+        records = Records(folder)
         source = locate(options.target)
         build = Build(options, folder, report, source, load_tokenizer(source))
         check_methods(build)
@@ -172,7 +171,11 @@ def describe_bundle(
         format_version=FORMAT_VERSION,
         specexport_version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        built_with=_built_with(),
+        built_with={
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+            "onnx": onnx.__version__,
+        },
         backend=options.backend,
         lowering=options.lowering,
         max_seq_len=plan.max_seq_len,
@@ -199,10 +202,6 @@ def describe_bundle(
     )
     write_manifest(build.folder, manifest)
     return read_manifest(build.folder)
-
-
-def _built_with() -> dict[str, str]:
-    return {"torch": str(torch.__version__), "transformers": transformers.__version__, "onnx": onnx.__version__}
 
 
 def _file_entries(build: Build, recorded: Sequence[FileEntry]) -> tuple[FileEntry, ...]:

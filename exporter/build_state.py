@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from specexport.contract.manifest import GenerationDefaults, Manifest
 from specexport.contract.methods import Method
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint, Strict, batch_points, cache_buckets
+from specexport.contract.values import Progress
 from specexport.exporter.options import PREFILL_CHUNK
 
 if TYPE_CHECKING:
@@ -23,10 +24,6 @@ BATCH_DRAFT_TOKENS = (1, 2)
 """Draft tokens of the shorter chains that a full batch may fall back to, for methods with a model."""
 TEXT_DRAFT_TOKENS = (2, 4, 8)
 """Draft tokens of the chains that every bundle verifies, for methods without a graph."""
-
-
-Progress = Callable[[str, int, int], None]
-"""A function of a step's name, the amount done and the total."""
 
 
 @contextmanager
@@ -46,7 +43,6 @@ class BuildPlan(Strict, frozen=True):
         chains: draft tokens of the shorter chains that a full batch may fall back to.
         batches: B of the graphs, ascending.
         caches: S of the graphs, ascending.
-        max_seq_len: the longest sequence, in tokens.
     """
 
     methods: tuple[Method, ...]
@@ -131,9 +127,6 @@ class Build:
 
     Attributes:
         folder: the bundle's folder while it is written.
-        source: the folder of the target's checkpoint.
-        tokenizer: the target's tokenizer.
-        target: the target, once it is written.
     """
 
     options: BuildOptions

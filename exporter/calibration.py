@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from specexport.contract.errors import UNREADABLE, BuildError, explained
-from specexport.exporter.build_state import Progress
+from specexport.contract.values import Progress
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import (

@@ -94,13 +94,9 @@ class StoredMatrix:
     """Integers and their scales, as initializers of a graph.
 
     Attributes:
-        name: prefix of the names of values computed from the matrix.
         numbers: integers ``[K,N]``, or ``[N,K]`` if ``by_rows``; others for :func:`dequantize_lookup`.
         scale: the scales of blocks or columns.
-        zero: zero points, shaped like the scales, of the integers' type.
-        offset: offsets, shaped like the scales.
         block: number of neighbours along the summed axis that share a scale; None for one scale per column.
-        by_rows: whether the matrix is stored transposed.
     """
 
     name: str

@@ -16,7 +16,8 @@ from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.model import LoweredAs, Model, Quality
 from specexport.contract.signature import GraphSignature, cache_inputs, caches, embedding_inputs
-from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
+from specexport.contract.tree import TokenTree
+from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers, reference_logits
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import read_weights
 from specexport.runtime.backends.onnxruntime.graph import MINIMUM
@@ -73,6 +74,50 @@ def require_finite(folder: Path, model: Model, signature: GraphSignature, loweri
                 f"numbers of its output '{name}' are not finite; expected finite numbers. Check the checkpoint's "
                 "weights with transformers; if they are sound there, this model family is not supported"
             )
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """A call of the step graph.
+
+    Attributes:
+        committed: the text in the cache.
+        tokens: the T tokens of the call.
+        tree: the tree of the tokens.
+        rows: the R tokens whose logits are compared.
+        known: number of tokens that are text, not draft tokens.
+    """
+
+    committed: list[int]
+    tokens: list[int]
+    tree: TokenTree
+    rows: range
+    known: int = 1
+
+    def feed(self, model: Model) -> dict[str, Array]:
+        """The graph's inputs, without caches and embeddings."""
+        past = len(self.committed)
+        # As in the engine: the padding of a chunk may reach past the last position.
+        positions = np.minimum(past + self.tree.depths, model.max_positions - 1)
+        return {
+            tensors.INPUT_IDS: np.array([self.tokens], np.int64),
+            tensors.POSITION_IDS: positions[None],
+            tensors.TREE_MASK: self.tree.mask[None],
+            tensors.PAST_LENGTH: np.array([past], np.int64),
+            tensors.LOGITS_ROWS: np.array([self.rows], np.int64),
+            tensors.KNOWN_TOKENS: np.array([self.known]),
+        }
+
+    def expected(self, model: Any) -> Array:
+        """The model's logits, float32 ``[R,V]``; the model reads each path of the tree as a text."""
+        logits: dict[int, Array] = {}
+        # Longest paths first, so that their prefixes are not run again.
+        for row in sorted(self.rows, key=lambda row: -int(self.tree.mask[row].sum())):
+            if row not in logits:
+                path = np.flatnonzero(self.tree.mask[row]).tolist()
+                text = np.array([*self.committed, *(self.tokens[node] for node in path)], np.int64)
+                logits.update(zip(path, reference_logits(model, text)[len(self.committed) :], strict=True))
+        return np.stack([logits[row] for row in self.rows])
 
 
 class StepSession:
@@ -181,9 +226,6 @@ def measure(file: Callable[[str], Path], lowering: LoweredAs, model: Model, expe
     """Runs a bundle's step graph over the windows of a reference, in chunks, like prompts.
 
     ``file`` returns the path of a file of the bundle.
-
-    Raises:
-        BackendError: onnxruntime is missing, too old, or refuses the graph.
     """
     length = expected.tokens.shape[1]
     session = StepSession(file, lowering, model, -(-length // _CHUNK) * _CHUNK, 0.0)
@@ -191,17 +233,9 @@ def measure(file: Callable[[str], Path], lowering: LoweredAs, model: Model, expe
     for window, tokens in enumerate(expected.tokens):
         for past in range(0, length, _CHUNK):
             part = tokens[past : past + _CHUNK]
-            padded = np.pad(part, (0, _CHUNK - len(part)))
-            logits = session.logits(
-                {
-                    tensors.INPUT_IDS: padded[None],
-                    tensors.POSITION_IDS: np.minimum(past + np.arange(_CHUNK), model.max_positions - 1)[None],
-                    tensors.TREE_MASK: np.tri(_CHUNK, dtype=np.bool_)[None],
-                    tensors.PAST_LENGTH: np.array([past]),
-                    tensors.LOGITS_ROWS: np.arange(len(part))[None],
-                    tensors.KNOWN_TOKENS: np.array([len(part)]),
-                }
-            )
+            padded = np.pad(part, (0, _CHUNK - len(part))).tolist()
+            call = StepCall(tokens[:past].tolist(), padded, TokenTree.chain(_CHUNK), range(len(part)), len(part))
+            logits = session.logits(call.feed(model))
             sums.add(expected.logits[window, past : past + len(part)], logits, tokens[past + 1 : past + len(part) + 1])
     return sums.quality()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
@@ -38,9 +39,6 @@ class TargetInfo:
     Attributes:
         vocab: V, the width of its logits.
         hidden: H, the width of its head's input.
-        path: the folder of the checkpoint.
-        draft_storage: the precision of drafts and heads.
-        max_seq_len: the longest text of the bundle, in tokens.
     """
 
     vocab: int
@@ -52,19 +50,8 @@ class TargetInfo:
     max_seq_len: int
 
 
-class Agreement(Protocol):
-    """Counts the positions at which a graph and its original predict the same next token."""
-
-    def count(self, reference: Array, chosen: Array) -> None:
-        """Adds positions: the original's logits ``[N,V]`` and the graph's tokens ``[N]``."""
-
-
 class Verification(Protocol):
-    """The services that ``verify`` passes to a method, to compare its graph with its checkpoint.
-
-    Attributes:
-        texts: token ids of prompts.
-    """
+    """The services that ``verify`` passes to a method, to compare its graph with its checkpoint."""
 
     bundle: Bundle
     texts: list[list[int]]
@@ -78,9 +65,6 @@ class Verification(Protocol):
     def recorded(self, method: Method) -> list[tuple[list[int], Array]]:
         """Texts during decoding, each with the best candidate at every depth, int64 ``[depths]``."""
 
-    def agreement(self, *stored: str) -> Agreement:
-        """A counter; its tolerance depends on how weights are stored."""
-
 
 @dataclass(frozen=True)
 class MetaDraft:
@@ -88,7 +72,6 @@ class MetaDraft:
 
     Attributes:
         source: folder or hub id, with the method.
-        sizes: the sizes of its model.
         block: maximum number of tokens that a pass drafts; None if each token takes a pass.
     """
 
@@ -98,7 +81,7 @@ class MetaDraft:
 
 
 class MethodExporter(Generic[O, M]):
-    """A method's part of a build and of ``verify``. The defaults suit a method that only reads text."""
+    """A method's part of a build and of ``verify``. The defaults suit a method without checkpoints."""
 
     def check(self, options: O, target: Path, tokenizer: Tokenizer) -> None:
         """Refuses checkpoints that do not fit each other, before anything large is read."""
@@ -109,7 +92,7 @@ class MethodExporter(Generic[O, M]):
         Raises:
             BuildError: the checkpoints belong to another target, or support only shorter texts.
         """
-        return cast(M, options)
+        return cast(M, options.for_target(target.parameters))
 
     def tree_of_size(self, method: M, size: int) -> TokenTree:
         """The method's tree of ``size`` draft tokens."""
@@ -130,7 +113,7 @@ class MethodExporter(Generic[O, M]):
             *map(TokenTree.from_choices, options.trees),
             *(self.tree_of_size(method, size) for size in options.sizes),
         )
-        trees = _distinct(method.name, requested) or self.default_trees(method)
+        trees = _distinct(method.name, requested) or method.token_trees() or self.default_trees(method)
         for tree in trees:
             if (reason := method.validate_tree(tree)) is not None:
                 raise BuildError(f"{method.name}: the tree of {len(tree) - 1} draft tokens cannot be filled: {reason}")
@@ -162,26 +145,21 @@ class MethodExporter(Generic[O, M]):
     def meta_draft(self, options: O, target: str, sizes: ModelSizes) -> MetaDraft | None:
         """The draft, if it is a separate model over the target's states.
 
-        Args:
-            options: the method's options.
-            target: the target's folder or hub id.
-            sizes: the target's sizes.
-
         Raises:
             BuildError: the draft's configuration cannot be read, or belongs to another target.
         """
         return None
 
-    def compare(self, method: M, run: Verification) -> tuple[str, Agreement] | None:
-        """Compares the method's proposals with those of its original checkpoint.
+    def compare(self, method: M, run: Verification) -> Iterator[tuple[Array, Array]]:
+        """Compares the method's graph with its original checkpoint; yields nothing if it has no graph of its own.
 
-        Returns:
-            The beginning of a sentence that names the comparison, and the result; None if there is nothing to compare.
+        Yields:
+            Logits ``[N,V]`` of the original after N texts, and the tokens ``[N]`` that the graph proposed there.
 
         Raises:
             BundleError: a checkpoint is another model.
         """
-        return None
+        return iter(())
 
 
 def exporter_of(method: Method | MethodOptions) -> MethodExporter[Any, Any]:

@@ -1,9 +1,9 @@
-"""Options of ``specexport build``. Imports no torch, so that ``--help`` needs none."""
+"""Options of ``specexport build`` and ``compile``. Imports no torch, so that ``--help`` needs none."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,14 +11,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from specexport.contract.engines import COMPILERS, BackendName
+from specexport.contract.engines import COMPILERS, BackendName, ComputedIn, EngineRuntime
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.methods import MethodOptions, method_type, read_methods
 from specexport.contract.model import LoweredAs, Probability, StoredAs
 from specexport.contract.options import Options, option
 from specexport.contract.shapes import batch_points
-from specexport.exporter.engines.options import CompileOptions, check_batches, check_stored
 
 PREFILL_CHUNK = 64
 DEFAULT_BLOCK_SIZE = 32
@@ -36,6 +35,96 @@ _methods, _sizes, _weights, _device = (
 )
 
 
+# --- engines ----------------------------------------------------------------------------------------------------------
+Capability = tuple[int, int]
+FP8_CAPABILITY: Capability = (8, 9)
+"""The first compute capability with float8_e4m3fn."""
+_engine = partial(option, group="engines: for --backend tensorrt and tensorrt-rtx; --compute for onnxruntime-cuda too")
+
+
+def dotted(capability: Capability) -> str:
+    """``(8, 9)`` as ``8.9``."""
+    return f"{capability[0]}.{capability[1]}"
+
+
+def capability(text: str) -> Capability:
+    """``89``, ``8.9`` or ``sm_89`` as ``(8, 9)``."""
+    digits = text.lower().removeprefix("sm").removeprefix("_").replace(".", "")
+    if not digits.isdecimal() or not 2 <= len(digits) <= 3 or digits[0] == "0":
+        raise BuildError(f"--compute-capability is {text!r}; expected something like 89, 8.9 or sm_89")
+    return int(digits[:-1]), int(digits[-1])
+
+
+def _capabilities(text: str) -> tuple[Capability, ...]:
+    return tuple(map(capability, text.split(",")))
+
+
+def _batch_sizes(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise BuildError(f"--engine-batch-sizes is {text!r}; expected numbers with commas, such as 1,4")
+    return tuple(sorted(set(map(int, parts))))
+
+
+class CompileOptions(Options, frozen=True):
+    """Options of compiling a bundle's graphs.
+
+    Attributes:
+        backend: library that compiles the engines and runs them.
+        compute: type of activations and the KV cache (default: fp32 for fp32 weights, bf16 for bf16, else fp16).
+        compute_capability: devices to compile for, such as 86,89,120 (default: for TensorRT-RTX all from 8.0 on, for
+            fp8 from 8.9 on; for TensorRT the device of this machine).
+        engine_batch_sizes: batch sizes of the bundle to compile for, such as 1,4.
+        plain_profile: also compile for one token at a time; plain decoding is then not padded, but weights are stored
+            twice.
+    """
+
+    backend: EngineRuntime
+    compute: Annotated[ComputedIn | None, _engine()] = None
+    compute_capability: Annotated[
+        tuple[Capability, ...],
+        _engine("CC[,CC...]", parse=_capabilities, expected="89, 8.9 or sm_89, or several; in Python pairs (8, 9)"),
+    ] = ()
+    engine_batch_sizes: Annotated[tuple[int, ...], _engine("B[,B...]", parse=_batch_sizes, ge=1)] = (1,)
+    plain_profile: Annotated[bool, _engine()] = False
+
+    def check(self) -> None:
+        """Checks the options against the backend."""
+        chosen = self.compute_capability or self.engine_batch_sizes != (1,) or self.plain_profile
+        if self.backend not in COMPILERS and chosen:
+            raise BuildError(
+                f"backend is {self.backend}, whose graphs run on any device, any number of requests and one token at a "
+                "time; compute_capability, engine_batch_sizes and plain_profile are for "
+                f"{' and '.join(COMPILERS)}: leave them out",
+                param="backend",
+            )
+        if not self.engine_batch_sizes:
+            raise BuildError("engine_batch_sizes is empty; expected at least one", param="engine_batch_sizes")
+
+
+def check_stored(stored: Collection[str], capabilities: Collection[Capability]) -> None:
+    """Checks that devices support the types of a bundle's matrices."""
+    older = sorted(device for device in capabilities if device < FP8_CAPABILITY)
+    if "fp8" in stored and older:
+        raise BuildError(
+            f"compute_capability is {dotted(older[0])}, and fp8 weights need {dotted(FP8_CAPABILITY)} "
+            "(Ada) or higher, as older GPUs do not know that type; compile for other devices, or build with "
+            "--precision int8, which takes as much memory",
+            param="compute_capability",
+        )
+
+
+def check_batches(wanted: Sequence[int], built: Sequence[int]) -> None:
+    """Checks that a bundle was built for the batch sizes of its engines."""
+    unknown = sorted(set(wanted) - set(built))
+    if unknown:
+        raise BuildError(
+            f"engine_batch_sizes has {unknown[0]}, and the bundle is built for {', '.join(map(str, built))}; choose "
+            "among these, or build it with that --max-batch-size"
+        )
+
+
+# --- builds -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Storage:
     """The storage of matrices.
@@ -123,41 +212,43 @@ class BuildOptions(BuildSettings, frozen=True):
     resume: Annotated[bool, option(hidden=True)] = False
 
     def check(self) -> None:
-        """Checks options against each other.
-
-        Raises:
-            BuildError: two contradict each other; names them.
-        """
+        """Checks options against each other."""
         msgspec.structs.force_setattr(self, "methods", read_methods(self.methods))
         names = [method.name for method in self.methods]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise BuildError(f"method {doubled[0]!r} was given twice; a bundle has each method once")
         if self.engines is not None and self.engines.backend != self.backend:
-            raise BuildError(f"backend is {self.backend}, but the engines are for {self.engines.backend}")
+            raise BuildError(
+                f"backend is {self.backend}, but the engines are for {self.engines.backend}", param="backend"
+            )
         if self.engines is not None:
             check_stored((self.target_storage.kind, self.draft_storage.kind), self.engines.compute_capability)
             check_batches(self.engines.engine_batch_sizes, batch_points(self.max_batch_size))
         if self.inputs_embeds and self.backend in COMPILERS:
             raise BuildError(
-                f"inputs_embeds was given with backend {self.backend}, whose engines read only tokens; leave one out"
+                f"inputs_embeds was given with backend {self.backend}, whose engines read only tokens; leave one out",
+                param="inputs_embeds",
             )
         if self.lowering == "portable":
             for name in ("precision", "rest", "draft_precision"):
                 if getattr(self, name) == "int4":
                     raise BuildError(
                         f"{name} is 'int4', which the portable lowering cannot store: opset 20 has no four-bit "
-                        "integers; choose int8, fp16 or fp32, or the native lowering"
+                        "integers; choose int8, fp16 or fp32, or the native lowering",
+                        param=name,
                     )
             if self.block_size is not None:
                 raise BuildError(
                     f"block_size is {self.block_size}, but opset 20 knows no blocks: in the portable lowering each "
-                    "column of a matrix has one scale; leave block_size out, or choose the native lowering"
+                    "column of a matrix has one scale; leave block_size out, or choose the native lowering",
+                    param="block_size",
                 )
         if self.calibration_data is not None and not self.calibrated:
             raise BuildError(
-                f"calibration_data was given with precision {self.precision}, lowering {self.lowering}, backend "
-                f"{self.backend} and tensor_parallel {self.tensor_parallel}; only int4 for backend onnxruntime in one "
-                "process is calibrated. Leave it out"
+                f"calibration_data was given with precision {self.precision or 'unset'}, lowering {self.lowering}, "
+                f"backend {self.backend} and tensor_parallel {self.tensor_parallel}; only int4 for backend onnxruntime "
+                "in one process is calibrated. Leave it out",
+                param="calibration_data",
             )
 
     @property
@@ -188,25 +279,21 @@ class BuildOptions(BuildSettings, frozen=True):
 
 
 def require_effect(settings: Mapping[str, Any], methods: Sequence[MethodOptions]) -> None:
-    """Checks that every setting that a user chose has an effect.
-
-    Raises:
-        BuildError: a setting has none; names it.
-    """
+    """Checks that every setting that a user chose has an effect."""
     if settings.get("draft_precision") is not None and not _stores_drafts(methods):
-        raise BuildError("draft_precision was given without a draft, heads or a speculator to apply it to")
+        raise BuildError(
+            "draft_precision was given without a draft, heads or a speculator to apply it to", param="draft_precision"
+        )
     require_blocks(settings, methods)
 
 
 def require_blocks(settings: Mapping[str, Any], methods: Sequence[MethodOptions]) -> None:
-    """Checks that a chosen block size applies to some matrix; passes if the checkpoint decides a precision.
-
-    Raises:
-        BuildError: it applies to none.
-    """
+    """Checks that a chosen block size applies to some matrix; passes if the checkpoint decides a precision."""
     kinds = {settings.get("precision"), settings.get("draft_precision") if _stores_drafts(methods) else "fp32"}
     if settings.get("block_size") is not None and kinds <= {"fp32", "fp16", "bf16", "fp8"}:
-        raise BuildError("block_size was given, and only int8 and int4 have blocks; choose one, or leave it out")
+        raise BuildError(
+            "block_size was given, and only int8 and int4 have blocks; choose one, or leave it out", param="block_size"
+        )
 
 
 def _stores_drafts(methods: Sequence[MethodOptions]) -> bool:

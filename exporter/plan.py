@@ -18,10 +18,16 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.model import Model
 from specexport.contract.shapes import cache_buckets
-from specexport.exporter.checkpoints.sizes import ModelSizes, Parameter, model_sizes, require_positions
-from specexport.exporter.engines.options import capability, check_stored
+from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.sizes import (
+    ModelSizes,
+    Parameter,
+    model_sizes,
+    require_positions,
+    require_whole_model,
+)
 from specexport.exporter.method import MetaDraft, exporter_of
-from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK
+from specexport.exporter.options import DEFAULT_BLOCK_SIZE, PREFILL_CHUNK, capability, check_stored
 
 EFFICIENCY = 0.7
 """Assumed share of the bandwidth that a step reaches: a goal for GPUs, not a measurement."""
@@ -44,8 +50,6 @@ class DeviceLimits:
 
     Attributes:
         memory: bytes that the GPU can use, shared with the CPU on Jetson.
-        bandwidth: bytes per second.
-        capability: the compute capability, such as 8.7.
         reserved: bytes that the system and CUDA itself use.
     """
 
@@ -85,14 +89,11 @@ class ModelPlan:
     """The memory of a model, and the memory traffic of its steps, in bytes.
 
     Attributes:
-        source: folder or hub id, with the method if it is a draft over the target's states.
         parameters: number of parameters, tied ones counted once.
         active: number of parameters that one token uses, without the experts of a mixture that it does not choose.
         weights: size of the weights as an engine stores them.
         read: weights that a step of one token reads, without embedding tables.
         read_per_token: additional weights that it reads for each further token, up to ``read_limit`` in all.
-        cache: size of the whole cache.
-        cache_row: size of a token's cache rows.
         scratch: size of the activations of a prefill chunk, and of logits.
     """
 
@@ -121,7 +122,6 @@ class DevicePlan:
     """The memory and the speed of models on a device.
 
     Attributes:
-        context: maximum number of tokens of a prompt and its output.
         needed: bytes that the models need.
         available: bytes that the device has for them.
         speeds: expected tokens per second of plain decoding, then with the draft at K = 1, 2, ...
@@ -158,18 +158,15 @@ def plan(
     Args:
         target: folder with a ``config.json``, or hub id.
         method: a method with a draft that is a separate model; None for plain decoding.
-        device: the device to plan for.
         precision: precision of all matrices: fp16, bf16, fp8, int8 or int4; activations and caches take 16 bits.
         context: maximum number of tokens of a prompt and its output; None for the target's, at most
             :data:`DEFAULT_CONTEXT`.
-        acceptance: probability that a draft token is accepted.
-        backend: the backend that runs the models.
 
     Raises:
         BuildError: a configuration cannot be read, the draft belongs to another target, or an argument is invalid.
     """
     if precision not in _BITS:
-        raise BuildError(f"precision is {precision!r}; expected one of {', '.join(_BITS)}")
+        raise BuildError(f"precision is {precision!r}; expected one of {', '.join(_BITS)}", param="precision")
     check_stored((precision,), (capability(device.capability),))
     _check_acceptance(acceptance)
     nodes = MAX_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
@@ -178,7 +175,7 @@ def plan(
     if context is None:
         context = min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT)
     if context < 2:
-        raise BuildError(f"max_seq_len is {context}; expected at least 2")
+        raise BuildError(f"max_seq_len is {context}; expected at least 2", param="max_seq_len")
     if positions is not None:
         require_positions(context, positions, target)
     models = [_model_plan(target, target_sizes, precision, context, backend, nodes)]
@@ -195,22 +192,20 @@ def _draft(method: MethodOptions, target: str, target_sizes: ModelSizes) -> Meta
     """The draft of a method, as a separate model."""
     if method_type(method.name).whole_model:
         source: str = method.model  # type: ignore[attr-defined]
+        require_whole_model(locate(source, weights=False))
         return MetaDraft(source, model_sizes(source))
     draft = exporter_of(method).meta_draft(method, target, target_sizes)
     if draft is None:
         raise BuildError(
             f"method is {method.name!r}, which has no model of its own to plan for; expected draft_model, "
-            "universal_draft, eagle3, dflash or mtp. Leave it out; 'specexport bench' measures what a bundle gains"
+            "universal_draft, eagle3, dflash or mtp. Leave it out; 'specexport bench' measures what a bundle gains",
+            param="method",
         )
     return draft
 
 
 def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, acceptance: float) -> DevicePlan:
-    """Plans for a bundle as it is stored, with its first method that drafts with a separate model; see :func:`plan`.
-
-    Raises:
-        BuildError: an argument is invalid.
-    """
+    """Plans for a bundle as it is stored, with its first method that drafts with a separate model; see :func:`plan`."""
     _check_acceptance(acceptance)
     sizes = {entry.path: entry.size for entry in manifest.files}
     models = [_bundle_model_plan(source, manifest.target, sizes)]
@@ -242,7 +237,7 @@ def _bundle_model_plan(source: str, model: Model, sizes: Mapping[str, int]) -> M
 
 def _check_acceptance(acceptance: float) -> None:
     if not 0 <= acceptance < 1:
-        raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1")
+        raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1", param="acceptance")
 
 
 def _device_plan(

@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from specexport.contract.errors import UNREADABLE
+from specexport.contract.folders import write_file
 from specexport.contract.manifest import FileEntry
 from specexport.contract.methods import decode_hook
 from specexport.contract.reading import file_entry
@@ -34,7 +35,7 @@ def fingerprint() -> str:
     digest = hashlib.sha256()
     for package in PACKAGES:
         for folder in _folders(package):
-            for file in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".txt")):
+            for file in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".txt", ".json")):
                 content = hashlib.sha256(file.read_bytes()).hexdigest()
                 digest.update(f"{package}/{file.relative_to(folder).as_posix()} {content}\n".encode())
     for library in LIBRARIES:
@@ -57,7 +58,6 @@ def _version(library: str) -> str:
 class _Record(Strict, frozen=True):
     """The files of a stage, and its result as JSON."""
 
-    built_with: dict[str, str]
     files: tuple[FileEntry, ...]
     result: msgspec.Raw
 
@@ -67,19 +67,11 @@ class Records:
 
     A recorded stage writes only into the folder of its name. Its record is written last, with the hash of every file: a
     stage runs again if files are missing, altered or not in the record.
-
-    Args:
-        folder: the folder of the bundle.
-        built_with: versions of libraries; records of other versions are discarded.
-
-    Attributes:
-        files: entries of the files of all stages so far.
     """
 
-    def __init__(self, folder: Path, built_with: dict[str, str]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._records = folder / RECORDS
-        self._built_with = built_with
         self.files: list[FileEntry] = []
         kept = {RECORDS, *(record.stem for record in self._records.glob("*.json"))}
         for path in folder.iterdir():
@@ -96,10 +88,8 @@ class Records:
             shutil.rmtree(self._folder / name, ignore_errors=True)
             result = msgspec.Raw(msgspec.json.encode(stage()))
             files = tuple(file_entry(self._folder, file) for file in self._files(name))
-            record = _Record(built_with=self._built_with, files=files, result=result)
-            temporary = path.with_suffix(".part")
-            temporary.write_bytes(msgspec.json.encode(record))
-            temporary.replace(path)
+            record = _Record(files=files, result=result)
+            write_file(path, msgspec.json.encode(record))
         self.files += record.files
         # New results are decoded too, so that they equal recorded results.
         return msgspec.json.decode(record.result, type=kind, dec_hook=decode_hook)
@@ -110,9 +100,8 @@ class Records:
             record = msgspec.json.decode(path.read_bytes(), type=_Record)
         except (OSError, *UNREADABLE):
             return None
-        if record.built_with != self._built_with or [entry.path for entry in record.files] != self._files(name):
-            return None
-        return record if all(file_entry(self._folder, entry.path) == entry for entry in record.files) else None
+        same_files = [entry.path for entry in record.files] == self._files(name)
+        return record if same_files and all(file_entry(self._folder, e.path) == e for e in record.files) else None
 
     def _files(self, name: str) -> list[str]:
         files = sorted(path for path in (self._folder / name).rglob("*") if path.is_file())

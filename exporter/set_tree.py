@@ -18,6 +18,15 @@ from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.method import exporter_of
 
 
+def require_replaceable_trees(folder: Path, manifest: Manifest) -> None:
+    """Refuses a bundle with a step program or engines."""
+    if manifest.program or manifest.engines:
+        raise BuildError(
+            f"{folder}: is built for {manifest.backend}; its step program and engines are compiled for its trees, "
+            "which cannot be replaced. Tune a bundle built for onnxruntime, and build this one with the best tree"
+        )
+
+
 def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
     """Makes a tree the default of a method; its other trees can still be chosen.
 
@@ -25,8 +34,8 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
         The new manifest.
 
     Raises:
-        BuildError: the bundle lacks the method, its cache has no room for a step that wide, or it has a step program
-            or engines for its present trees.
+        BuildError: the bundle lacks the method, its cache has no room for a step that wide, or its trees cannot be
+            replaced.
         BundleError: the bundle is incomplete, or the method cannot fill the tree.
     """
     with changing(folder) as manifest:
@@ -34,11 +43,7 @@ def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
         method = manifest.method(name)
         if method is None:
             raise BuildError(f"{folder}: has no method {name!r}")
-        if manifest.program or manifest.engines:
-            raise BuildError(
-                f"{folder}: is built for {manifest.backend}; its step program and engines are compiled for its trees, "
-                "which cannot be replaced. Tune a bundle built for onnxruntime, and build this one with the best tree"
-            )
+        require_replaceable_trees(folder, manifest)
         method = with_trees(method, (tree, *(other for other in method.token_trees() if len(other) != len(tree))))
         plan = msgspec.structs.replace(BuildPlan.of_bundle(manifest), methods=(method,))
         widest, rows = max(method.widths()), plan.caches[-1]

@@ -14,9 +14,9 @@ from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import known, method_type
-from specexport.contract.methods.advice import SMALLER, Device, Suggestion, TargetProfile
+from specexport.contract.methods.base import SMALLER, Device, Suggestion, TargetProfile
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.sizes import has_mtp, model_sizes
+from specexport.exporter.checkpoints.sizes import has_mtp, model_sizes, require_whole_model
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer, stored_tokenizer
 from specexport.runtime.bundle import Bundle
 
@@ -78,6 +78,7 @@ def _drafts(
         path = locate(name, weights=False)
         ratio = size / model_sizes(path).active
         try:
+            require_whole_model(path)
             _require_same_tokenizer(target, bundle, path, name)
         except BuildError as error:
             refused[name] = str(error)

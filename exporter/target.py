@@ -40,9 +40,6 @@ def for_checkpoint(options: BuildOptions) -> BuildOptions:
 
     Matrices that a quantized target holds in floating point keep their type. The portable lowering turns int4 into
     int8, as opset 20 has no four-bit integers.
-
-    Raises:
-        BuildError: the target does not exist, or its format is unsupported.
     """
     if options.precision not in (None, "stored"):
         return options
@@ -59,7 +56,8 @@ def for_checkpoint(options: BuildOptions) -> BuildOptions:
         if options.precision == "stored":
             raise BuildError(
                 f"precision is 'stored' with lowering {options.lowering} and backend {options.backend}, which have no "
-                "such scales as GGUF; choose another precision, or the native lowering and backend onnxruntime"
+                "such scales as GGUF; choose another precision, or the native lowering and backend onnxruntime",
+                param="precision",
             )
         return msgspec.structs.replace(options, precision="int8")
     kind = "int8" if options.lowering == "portable" and kind == "int4" else kind
@@ -87,11 +85,7 @@ def build_target(build: Build) -> WrittenTarget:
 
 
 def read_calibration_text(build: Build) -> list[int]:
-    """The tokens of the calibration text; none if the options do not calibrate.
-
-    Raises:
-        BuildError: the text cannot be read, or is too short.
-    """
+    """The tokens of the calibration text; none if the options do not calibrate."""
     path = build.options.calibration_data
     text = calibration_text(path) if build.options.calibrated else ""
     tokens: list[int] = build.tokenizer.tokenizer.encode(text).ids
@@ -171,7 +165,8 @@ def write_target(build: Build, plan: BuildPlan, checkpoint: Checkpoint, calibrat
         if graphs and ranks > 1:
             raise BuildError(
                 f"tensor_parallel is {ranks}, and a method drafts with layers of the target, which are split; choose a "
-                "separate draft"
+                "separate draft",
+                param="tensor_parallel",
             )
         step = _StepTracer(options, plan, checkpoint, [each for each in added if isinstance(each, Addition)])
         if ranks == 1:

@@ -43,7 +43,6 @@ from specexport.graphs.program import (
     CommitModule,
     FillModule,
     GreedyModule,
-    StagesFillModule,
     TypicalModule,
 )
 from specexport.graphs.propose import DraftPass
@@ -104,12 +103,9 @@ def trace_accept(rule: AcceptRule, max_children: int, candidates: int) -> ir.Mod
 def trace_fill(candidates: int, stages: int = 0) -> ir.Model:
     """The fill graph for M = ``candidates``, of a draft or of a speculator with ``stages``."""
     signature, count = fill_signature(candidates, stages), len(tensors.DRAFTED)
-    inputs: Inputs = signature.inputs
-    if stages:  # a list of tensors of each kind
-        drafted, layout = signature.inputs[: count * stages], signature.inputs[count * stages :]
-        inputs = [*(drafted[kind::count] for kind in range(count)), *layout]
-    module = StagesFillModule() if stages else FillModule()
-    return trace_module(module, inputs, signature.outputs, opset=PROGRAM_OPSET)
+    drafted, layout = signature.inputs[: count * max(1, stages)], signature.inputs[count * max(1, stages) :]
+    inputs: Inputs = [*(drafted[kind::count] for kind in range(count)), *layout]
+    return trace_module(FillModule(stages), inputs, signature.outputs, opset=PROGRAM_OPSET)
 
 
 def trace_commit(cache: Sequence[CacheLayer]) -> ir.Model:
@@ -144,10 +140,6 @@ def trace_module(
     """Traces a module.
 
     Args:
-        module: the module.
-        inputs: the module's inputs.
-        outputs: names of its outputs.
-        lowering: the lowering of its attention.
         opset: the opset; None for the lowering's.
         rotary: the submodule whose rotary embedding to fuse; None for none.
     """

@@ -36,7 +36,6 @@ def cached_trace(module: torch.nn.Module, about: Iterable[object], make: Callabl
     """The graph of a module, from the cache or by tracing. Its large weights are read when they are used.
 
     Args:
-        module: the module.
         about: everything else that the graph depends on, compared by ``repr``.
         make: traces the module; initializers that are its weights share their memory.
     """

@@ -57,13 +57,11 @@ class WeightsReport:
     """A report on the stored matrices of a model.
 
     Attributes:
-        quantized: names of quantized matrices in the graph.
         not_quantized: names of matrices that had to be stored in fp32, with the reason.
         kept: names of the checkpoint's matrices that kept their integers and scales.
         converted: names of the checkpoint's quantized matrices that were rounded again.
         kept_block: largest number of weights that share a scale, among kept matrices.
         any_scales: whether some scales are of a kind that only CPUs read.
-        rounding: the rounding error of all quantized matrices.
         rounded_again: the rounding error of the converted matrices.
     """
 
@@ -102,7 +100,6 @@ class WeightsFile(DataFile):
         """Moves the weights of a graph and its subgraphs into the file.
 
         Args:
-            model: changed in place.
             storage: the storage of matrices that are multiplied or looked up; norms and biases are stored in fp32.
             heads: the storage of the matrices of Medusa heads; None for ``storage``.
             checkpoint: the checkpoint's tensors by name; quantized tensors keep their scales if possible.

@@ -48,12 +48,10 @@ def write_models(
     """Writes a weights file and the graphs that share it, which are rewritten in place.
 
     Args:
-        build: the build.
         role: the folder of the bundle to create.
         name: the model in messages.
         graphs: graphs of layers of the checkpoint.
         checkpoint: the checkpoint with the weights.
-        storage: the storage of the weights.
         heads: the storage of Medusa heads; None for ``storage``.
 
     Returns:
@@ -139,11 +137,7 @@ def write_draft(
 
 @contextmanager
 def tracing(checkpoint: Checkpoint) -> Iterator[None]:
-    """Context in which a checkpoint is traced; errors name it.
-
-    Raises:
-        BuildError: torch cannot trace the model.
-    """
+    """Context in which a checkpoint is traced; errors name it."""
     try:
         yield
     except BuildError:

@@ -47,12 +47,9 @@ class AttentionCall(NamedTuple):
     sums round differently.
 
     Attributes:
-        layer: the layer's index.
         query: new queries ``[B,Hkv,G*T,D]``.
         key: new keys ``[B,Hkv,T,D]``.
         value: new values ``[B,Hkv,T,D]``.
-        group: G.
-        scaling: factor of the scores.
         softcap: bound of the scores, by tanh.
         window: number of positions that a token sees, its own included.
         sink: an additional score ``[1,Hkv,G*T,1]`` that takes its share of the softmax.

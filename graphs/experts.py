@@ -34,9 +34,6 @@ def apply_experts(
 
     Returns:
         float32 ``[N,H]``.
-
-    Raises:
-        BuildError: the family's experts have parts that are not supported.
     """
     if module.has_post_expert_norm:
         raise BuildError(f"{type(module).__name__} normalizes the output of each expert, which specexport cannot trace")

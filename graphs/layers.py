@@ -33,11 +33,7 @@ def recorded_states(model: Any, layers: Iterable[int]) -> Iterator[dict[int, tor
     """Context in which a transformers causal LM records its residual stream, ``[B,T,H]``, after some layers.
 
     Args:
-        model: the model.
         layers: numbers of layers after which to record; 0 records the input of the first layer.
-
-    Raises:
-        ValueError: the model has fewer layers, or does not have a single list of them.
     """
     recorded: dict[int, torch.Tensor] = {}
     counts = sorted(set(layers))
@@ -70,7 +66,6 @@ def hidden_and_logits(
     """Runs a transformers causal LM, and computes logits, most of the cost, only at selected positions.
 
     Args:
-        model: the model.
         ids: int64 ``[B,L]``.
         rows: mask of the M positions whose logits to return, bool ``[B,L]``; none by default.
 

@@ -290,22 +290,13 @@ class FillModule(torch.nn.Module):
 
     The child of rank 0 is the drawn token; its siblings are the most probable remaining candidates, which are chosen,
     not drawn (q = 1). ``runtime.proposal.drawn`` is the NumPy version.
+
+    A draft's tensors are lists of one, with an axis for its tokens first; those of stages begin with the slots' axis.
     """
 
-    def forward(
-        self,
-        draft_tokens: torch.Tensor,
-        draft_ids: torch.Tensor,
-        draft_probs: torch.Tensor,
-        tree_rows: torch.Tensor,
-        tree_ranks: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        drafted = (draft_tokens.transpose(0, 1), draft_ids.transpose(0, 1), draft_probs.transpose(0, 1))
-        return _filled(*drafted, tree_rows, tree_ranks)
-
-
-class StagesFillModule(torch.nn.Module):
-    """:class:`FillModule` for stages with tensors of their own: one row in the first stage, T in each later stage."""
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.stages = stages
 
     def forward(
         self,
@@ -315,19 +306,15 @@ class StagesFillModule(torch.nn.Module):
         tree_rows: torch.Tensor,
         tree_ranks: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        drafted = (torch.cat(draft_tokens, 1), torch.cat(draft_ids, 1), torch.cat(draft_probs, 1))
-        return _filled(*drafted, tree_rows, tree_ranks)
+        drawn, ids, probs = map(self._by_slot, (draft_tokens, draft_ids, draft_probs))  # [B,R], [B,R,M], [B,R,M]
+        of_node = tree_rows[..., None].expand(-1, -1, ids.shape[-1])
+        ids, probs, drawn = ids.gather(1, of_node), probs.gather(1, of_node), drawn.gather(1, tree_rows)
+        tokens = ids.gather(2, place_of_rank(ids, drawn, tree_ranks)[..., None])
+        chosen = torch.where(ids == tokens, 1.0, 0.0)
+        return tokens[..., 0], ids, torch.where((tree_ranks == 0)[..., None], probs, chosen)
 
-
-def _filled(
-    drawn: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, rows: torch.Tensor, ranks: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See :class:`FillModule`; drawn tokens are ``[B,R]``, candidates and q ``[B,R,M]``."""
-    of_node = rows[..., None].expand(-1, -1, ids.shape[-1])
-    ids, probs, drawn = ids.gather(1, of_node), probs.gather(1, of_node), drawn.gather(1, rows)
-    tokens = ids.gather(2, place_of_rank(ids, drawn, ranks)[..., None])
-    chosen = torch.where(ids == tokens, 1.0, 0.0)
-    return tokens[..., 0], ids, torch.where((ranks == 0)[..., None], probs, chosen)
+    def _by_slot(self, drafted: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(drafted, 1) if self.stages else drafted[0].transpose(0, 1)
 
 
 class CommitModule(torch.nn.Module):

@@ -135,7 +135,6 @@ class DraftPass(torch.nn.Module):
         input_vocab: number of rows of the draft's embedding, if the target has larger token ids, which are read as the
             last row; otherwise None.
         max_positions: number of positions that the draft supports; later positions are read as the last.
-        states: the draft's layers without attention, by their index.
     """
 
     def __init__(

@@ -40,9 +40,7 @@ def run_model(
 
     Args:
         model: the model, loaded with ``attn_implementation=ATTENTION_NAME``.
-        active: the lowering; it holds the cache.
         input_ids: int64 ``[B,T]``.
-        position_ids: int64 ``[B,T]``.
         logits_rows: tokens whose logits to return, int64 ``[B,R]``.
         inputs_embeds: embeddings to read instead of ``input_ids``, float32 ``[B,T,H]``.
 
@@ -94,14 +92,9 @@ class StepModule(torch.nn.Module):
 
     Args:
         model: the model, loaded with ``attn_implementation=ATTENTION_NAME``.
-        additions: the additions of methods.
         outputs: names of the outputs: logits, the last hidden state, states of layers, and outputs of additions.
         lowering: the lowering of attention.
-        states: the layers without attention, by their index.
         input_vocab: number of rows of the model's embedding, if larger token ids may occur; otherwise None.
-
-    Attributes:
-        output_names: the names of the outputs, without caches and states.
     """
 
     def __init__(

@@ -6,8 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from specexport.contract.methods.base import TextMethod
-from specexport.contract.methods.options import Flag
+from specexport.contract.methods.base import Flag, TextMethod
 from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
 
 

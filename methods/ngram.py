@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar, cast
 
 from msgspec import Meta
 
-from specexport.contract.methods.base import TextMethod
-from specexport.contract.methods.options import Flag
+from specexport.contract.methods.base import Flag, TextMethod
 from specexport.runtime.prompt import tokens_before_embeddings
 from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
 

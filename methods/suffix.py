@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar, cast
 from msgspec import Meta
 
 from specexport.contract.errors import RequestError
-from specexport.contract.methods.base import TextMethod
-from specexport.contract.methods.options import Flag
+from specexport.contract.methods.base import Flag, TextMethod
 from specexport.contract.model import Probability
 from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
 
@@ -117,11 +116,6 @@ class SuffixAutomaton:
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Extends a match to the longest suffix of the matched string plus ``token`` that occurs in the text.
-
-        Args:
-            state: the match's state; 0 for the empty string.
-            length: the match's length.
-            token: the next token.
 
         Returns:
             The state and length of the new match.

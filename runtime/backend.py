@@ -313,7 +313,9 @@ def open_backend(bundle: Bundle, options: BackendOptions) -> Backend:
     if name not in installed(GROUP):
         raise BackendError(f"there is no backend {name!r}; expected one of {', '.join(installed(GROUP))}")
     if not 0 < share <= 1:
-        raise RequestError(f"gpu_memory_utilization is {share!r}; expected a number in (0, 1]")
+        raise RequestError(
+            f"gpu_memory_utilization is {share!r}; expected a number in (0, 1]", param="gpu_memory_utilization"
+        )
     backend: Backend = load(GROUP, name)(bundle, replace(options, name=name))
     return backend
 

@@ -92,7 +92,9 @@ class Templates:
         return {"text": text} if len(text) <= LONGEST else {"failed": f"it makes a text of {len(text)} characters"}
 
     def _readable(self, name: str, message: dict[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Converts a message's content to a form that the template reads, if it is not in one."""
+        """Converts a message's role and content to a form that the template reads, if they are not in one."""
+        if message.get("role") == "developer" and self._read(name, message, variables) is _UNKNOWN:
+            message = {**message, "role": "system"}  # OpenAI's newer name, which most templates drop or refuse
         reasoning = next((message[key] for key in _REASONING if key in message), None)
         if reasoning is not None:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -132,12 +134,13 @@ class Templates:
         """Whether a template writes arguments of calls well only if they are JSON, as DeepSeek's does; cached."""
         if name not in self._text_arguments:
             call = {**_CALL, "function": {"name": "qzv", "arguments": {_FIRST: _SECOND}}}
-            well = [
-                f'"{_FIRST}":'
-                in self._probe(name, {**variables, "messages": [_USER, {**_CALLING, "tool_calls": [form]}]})
+            objects, text = (
+                self._probe(name, {**variables, "messages": [_USER, {**_CALLING, "tool_calls": [form]}]})
                 for form in (call, _with_text_arguments(call))
-            ]
-            self._text_arguments[name] = well == [False, True]
+            )
+            # Templates may write objects in a form of their own, but none in Python's.
+            well = _FIRST in objects and _SECOND in objects and f"'{_FIRST}': " not in objects
+            self._text_arguments[name] = not well and f'"{_FIRST}":' in text
         return self._text_arguments[name]
 
     def _count_parts(self, name: str, variables: Mapping[str, Any]) -> int:

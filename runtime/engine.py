@@ -13,7 +13,7 @@ from specexport.contract.errors import BuildError, ClosedError, ContextLengthErr
 from specexport.contract.manifest import GenerationRules, Manifest
 from specexport.contract.methods import Method, MethodOptions, SpeculativeConfig, read_methods
 from specexport.contract.tree import TokenTree
-from specexport.contract.values import counted
+from specexport.contract.values import Progress, counted
 from specexport.runtime.backend import DEFAULT_UTILIZATION, Backend, BackendOptions, Graph, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.constraint import Grammars
@@ -25,7 +25,7 @@ from specexport.runtime.request import Completion, Request, Stream, complete
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.speculation.costs import CostCurve, Costs
 from specexport.runtime.speculation.policy import MeasuredPolicy, SpeculationPolicy
-from specexport.runtime.speculation.timing import MOST_NOISE, SECONDS, Progress, measure, stored_costs
+from specexport.runtime.speculation.timing import MOST_NOISE, SECONDS, measure, stored_costs
 from specexport.runtime.speculative import (
     DEFAULT,
     Speculative,
@@ -152,7 +152,8 @@ class Engine:
         if max_model_len is not None and max_model_len > manifest.max_seq_len:
             raise BuildError(
                 f"max_model_len is {max_model_len}; expected at most {manifest.max_seq_len}, for which this bundle was "
-                "built"
+                "built",
+                param="max_model_len",
             )
         available = available_methods(manifest, read_methods(methods))
         running = open_backend(opened, BackendOptions(backend, threads, gpu_memory_utilization, cache_graphs))
@@ -161,7 +162,8 @@ class Engine:
             if slots not in manifest.batch_sizes:
                 built = ", ".join(map(str, manifest.batch_sizes))
                 raise RequestError(
-                    f"max_batch_size is {slots}; the bundle was built for {built} (build --max-batch-size)"
+                    f"max_batch_size is {slots}; the bundle was built for {built} (build --max-batch-size)",
+                    param="max_batch_size",
                 )
             target = running.open(manifest.target, slots, manifest.target_signature.buffers)
             opening = Opening(opened, running, slots)
@@ -270,7 +272,10 @@ class Engine:
         embedded = isinstance(encoded_prompt, EncodedPrompt)
         self._require_room(len(encoded_prompt), params)
         if params.prompt_logprobs is not None and embedded:
-            raise RequestError("prompt_logprobs is set, but the prompt has embeddings, which have none; leave it out")
+            raise RequestError(
+                "prompt_logprobs is set, but the prompt has embeddings, which have none; leave it out",
+                param="prompt_logprobs",
+            )
         unset = (name for name in ("posterior_threshold", "posterior_alpha") if getattr(params, name) is None)
         params = params.replace(**{name: getattr(self.manifest.generation, name) for name in unset})
         options = Speculative.of(speculative)
@@ -327,7 +332,11 @@ class Engine:
         ends = tuple(params.stop_token_ids) + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
         view.processors = processors(params, tokens, ends, vocab_size, min_tokens, remaining, self._grammars)
         text = TextStream(
-            self.tokenizer, params.stop, min_tokens=min_tokens, skip_special_tokens=params.skip_special_tokens
+            self.tokenizer,
+            params.stop,
+            before=tokens,
+            min_tokens=min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
         )
         request = Request(view, text, remaining, ends)
         request.stats.execution = self.backend.execution

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from specexport.contract.methods import Method, MethodOptions, part
+from specexport.contract.methods import Method, MethodOptions, module_of
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Backend, Graph
 from specexport.runtime.bundle import Bundle
@@ -333,13 +333,14 @@ class Opening:
 
 
 def open_proposer(method: Method, opening: Opening) -> Proposer:
-    """Opens a method's proposer, with its graph if it has one.
+    """Opens a method's proposer, with its graph if it has one, by ``open_proposer`` of the struct's module.
+
+    A struct that extends another method's may leave that out.
 
     Raises:
         BackendError: the backend refuses a graph.
         RequestError: an option of the method does not fit the bundle.
     """
-    module = part(method, "propose", inherited=True)
-    assert module is not None, f"method {method.name!r} has no module propose"
-    proposer: Proposer = module.open_proposer(method, opening)
-    return proposer
+    modules = map(module_of, type(method).__mro__)
+    opens: Callable[[Method, Opening], Proposer] = next(m.open_proposer for m in modules if hasattr(m, "open_proposer"))
+    return opens(method, opening)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from specexport.runtime.logits import TokenLogprobs
 from specexport.runtime.params import SamplingParams
@@ -318,6 +318,9 @@ class Stream:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a stream cannot be pickled or copied; its chunks and a Completion can")
 
     def __del__(self) -> None:
         # Takes no lock: this may run at any moment, in a thread that holds it. Nobody waits for this stream.

@@ -12,6 +12,8 @@ _CHARACTER = 4
 """Most bytes, and so most tokens, of a character in UTF-8."""
 _HELD = 16
 """Most tokens without text: more of them are malformed output rather than an unfinished character."""
+_BEFORE = 8
+"""Number of the prompt's last tokens that are looked at."""
 _SPECIAL_TOKENS: WeakKeyDictionary[Tokenizer, Mapping[int, str]] = WeakKeyDictionary()
 
 
@@ -22,6 +24,7 @@ class TextStream:
     one.
 
     Args:
+        before: tokens that the output follows: some decoders drop a space at the beginning of what they decode.
         min_tokens: number of tokens before the first that may complete a stop text.
         skip_special_tokens: leave special tokens out of the text.
 
@@ -30,7 +33,13 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        before: Sequence[int] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
@@ -45,6 +54,12 @@ class TextStream:
         self._decoded_count = 0
         self._pending = _PendingText()
         self.stopped = False
+        last = [token for token in before[-_BEFORE:] if token >= 0 and token not in self._hidden]
+        for start in reversed(range(len(last))):
+            text = self._decode(last[start:])
+            if text and not text.endswith(_UNFINISHED):
+                self._window, self._decoded, self._decoded_count = last[start:], text, len(last) - start
+                break
 
     def push(self, token: int) -> str:
         """Adds a token; returns the text that it releases."""

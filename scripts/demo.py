@@ -7,7 +7,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from specexport.building import damage, exporter, progress_bars
+from specexport.building import damage
+from specexport.cli import main as specexport
 from specexport.contract.errors import SpecExportError
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
@@ -50,12 +51,10 @@ def main() -> None:
             sys.exit(
                 f"{arguments.models}: no demo-target and {name}; run this in a clone of specexport, or pass --models"
             )
-        print(f"$ specexport build --target {target} --method {arguments.method}:{helper} -o {bundle}", file=sys.stderr)
-        module = exporter()
-        with progress_bars() as progress:
-            methods = ({"method": arguments.method, "model": str(helper)},)
-            options = {"target": str(target), "output": bundle, "methods": methods, "overwrite": bundle.exists()}
-            module.build(module.BuildOptions(**options), progress)
+        words = ["build", "--target", str(target), "--method", f"{arguments.method}:{helper}", "-o", str(bundle)]
+        print("$ specexport", *words, file=sys.stderr)
+        if code := specexport([*words, "--overwrite"]):
+            sys.exit(code)
     with Engine.load(bundle) as engine:
         sampled = SamplingParams(temperature=0.7, top_p=0.95, seed=2, max_tokens=arguments.max_tokens, ignore_eos=True)
         print(arguments.prompt, end="", flush=True)

@@ -22,11 +22,10 @@ from specexport.contract.options import REQUIRED, Option, Options, options
 from specexport.contract.tensors import Tensor
 from specexport.exporter.checkpoints.gguf.tensors import KEPT
 from specexport.exporter.checkpoints.settings import SETTINGS
-from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.options import BuildSettings
-from specexport.methods.dflash.spec import block_inputs
-from specexport.methods.hidden_states.spec import own_state_inputs
-from specexport.methods.mlp_speculator.spec import speculator_inputs
+from specexport.exporter.options import BuildSettings, CompileOptions
+from specexport.methods.dflash import block_inputs
+from specexport.methods.hidden_states import own_state_inputs
+from specexport.methods.mlp_speculator import speculator_inputs
 from specexport.options import EngineOptions, ListenOptions
 from specexport.runtime import SamplingParams
 from specexport.server.tools import call_format

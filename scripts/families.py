@@ -28,8 +28,7 @@ from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
 from specexport.exporter.checkpoints.checkpoint import load_reference
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import BuildOptions, CompileOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.verify.logits import LIMITS
 from tests.checkpoints import EOS, FAMILIES, GROUPED, HYBRIDS, LAYERS_DIFFER, WINDOW, make_checkpoint
@@ -49,13 +48,10 @@ _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_win
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 
 MORE: dict[str, dict[str, Any]] = {
-    "apertus": GROUPED,
-    "arcee": GROUPED,
-    "cohere": GROUPED,
-    "cohere2": {**_HEAD, **_WINDOWS},
-    "ernie4_5": _HEAD,
-    "exaone4": {**GROUPED, **_WINDOWS},
-    "gemma": _HEAD,
+    **dict.fromkeys(("apertus", "arcee", "cohere", "nemotron", "olmo", "stablelm"), GROUPED),
+    **dict.fromkeys(("ernie4_5", "gemma", "glm", "glm4", "helium", "hunyuan_v1_dense", "seed_oss"), _HEAD),
+    **{name: {**_HEAD, **_WINDOWS} for name in ("cohere2", "ministral", "vaultgemma")},
+    **{name: {**GROUPED, **_WINDOWS} for name in ("exaone4", "olmo3")},
     "gemma4_text": {
         **_HEAD,
         **_WINDOWS,
@@ -64,21 +60,10 @@ MORE: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 320,
         "num_kv_shared_layers": 0,
     },
-    "glm": _HEAD,
-    "glm4": _HEAD,
-    "helium": _HEAD,
-    "hunyuan_v1_dense": _HEAD,
     "lfm2": {**GROUPED, "layer_types": ["full_attention"] * 2},
     "minicpm3": {**_PLAIN, **_LATENT, "num_key_value_heads": 4},
-    "ministral": {**_HEAD, **_WINDOWS},
-    "nemotron": GROUPED,
-    "olmo": GROUPED,
-    "olmo3": {**GROUPED, **_WINDOWS},
     "phi": {**GROUPED, "num_key_value_heads": 4},
-    "seed_oss": _HEAD,
-    "stablelm": GROUPED,
     "starcoder2": {**GROUPED, "sliding_window": WINDOW},
-    "vaultgemma": {**_HEAD, **_WINDOWS},
     "gptj": {**_GPT, "rotary_dim": 8},
     "minimax": {**_HEAD, **_LINEAR, "num_local_experts": 4},
     **{f"{name}, hybrid": {"model_type": name, **config} for name, config in HYBRIDS.items()},

@@ -7,22 +7,31 @@
 The target first learns the sources alone, then together with the Medusa heads' loss, so that its hidden state suits the
 heads. The other models are trained like by ``specexport train``, on texts that their target writes. An interrupted run
 resumes from the ``--work`` folder.
+
+The corpus consists of sources of the running Python's standard library, so nothing is downloaded. Files are held out by
+their relative paths, so the same files are held out on every machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import hashlib
 import json
 import platform
+import random
+import sysconfig
 import tempfile
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import demo_corpus as corpus
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specexport.graphs.layers import hidden_and_logits
 from specexport.methods.draft_model.train import new_llama
@@ -49,8 +58,6 @@ class Recipe(NamedTuple):
 
     Attributes:
         method: folder of the method in ``methods``.
-        target: the model to draft for.
-        options: options of the training.
     """
 
     method: str
@@ -77,6 +84,121 @@ RECIPES = {
 NAMES = ("demo-target", *RECIPES)
 
 
+# --- the corpus, its tokenizer and its prompts ------------------------------------------------------------------------
+END_OF_TEXT = "<|endoftext|>"
+EXCLUDED_PARTS = {"site-packages", "lib2to3", "idlelib", "pydoc_data", "encodings", "__pycache__"}
+EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")  # generated when Python was built
+MAX_FILE_BYTES = 400_000
+HELD_OUT_ONE_IN = 40
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of the corpus: its path relative to the standard library, and its text."""
+
+    path: str
+    text: str
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the file is held out: about one in `HELD_OUT_ONE_IN`, by a hash of the path."""
+        return int(hashlib.sha256(self.path.encode()).hexdigest()[:8], 16) % HELD_OUT_ONE_IN == 0
+
+
+def read_corpus() -> list[SourceFile]:
+    """The modules of the library and the top-level files of its test package, sorted by path.
+
+    Deeper folders of tests are left out: they hold mostly data and deliberately broken sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        folders = relative.parts[:-1]
+        if EXCLUDED_PARTS.intersection(folders) or any(part.startswith(EXCLUDED_PREFIXES) for part in relative.parts):
+            continue
+        if folders != ("test",) and {"test", "tests"}.intersection(folders):
+            continue
+        if not 200 <= path.stat().st_size <= MAX_FILE_BYTES:
+            continue
+        try:
+            files.append(SourceFile(relative.as_posix(), path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError:
+            continue
+    return files
+
+
+def train_tokenizer(files: list[SourceFile], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE tokenizer of `vocab_size` entries; encoding adds no special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((file.text for file in files), trainer, length=len(files))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def cut_prompts(
+    tokenizer: PreTrainedTokenizerFast, files: list[SourceFile], count: int, tokens: int, seed: int
+) -> list[dict[str, str]]:
+    """Cuts `count` prompts that start at a function, a class, a decorator or an import of a held-out file.
+
+    All prompts encode to exactly `tokens` ids, so that benchmarks can stack them. Files take turns, so that a long file
+    does not fill the list.
+    """
+    rng = random.Random(seed)
+    starts = ("def ", "class ", "@", "import ", "from ", "async def ")
+    per_file: list[list[dict[str, str]]] = []
+    for file in files:
+        lines = file.text.splitlines(keepends=True)
+        cut = []
+        for number, line in enumerate(lines):
+            if not line.lstrip().startswith(starts):
+                continue
+            ids = tokenizer.encode("".join(lines[number : number + 60]))[:tokens]
+            text = tokenizer.decode(ids)
+            if len(ids) == tokens and tokenizer.encode(text) == ids:
+                cut.append({"id": "", "file": file.path, "text": text})
+        rng.shuffle(cut)
+        per_file.append(cut)
+    prompts: list[dict[str, str]] = []
+    while len(prompts) < count and any(per_file):
+        prompts.extend(cut.pop() for cut in per_file if cut)
+    prompts = prompts[:count]
+    for number, prompt in enumerate(prompts):
+        prompt["id"] = f"held-out-{number:02d}"
+    return prompts
+
+
+def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes the model in float16, with its tokenizer and generation settings."""
+    half = copy.deepcopy(model).to(torch.float16)
+    end = tokenizer.eos_token_id
+    half.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end, do_sample=False)
+    half.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    vocabulary = folder / "tokenizer.json"  # rewritten without line breaks, more than half of it
+    compact = json.dumps(json.loads(vocabulary.read_text(encoding="utf-8")), ensure_ascii=False, separators=(",", ":"))
+    vocabulary.write_text(compact + "\n", encoding="utf-8")
+    settings_path = folder / "tokenizer_config.json"
+    settings = json.loads(settings_path.read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name in transformers before 5
+    settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+# --- the trainings ----------------------------------------------------------------------------------------------------
 class Demo:
     """The options, the corpus and the folders."""
 
@@ -86,12 +208,12 @@ class Demo:
         folder = f"demo-models-{args.seed}{'-smoke' if args.smoke else ''}"
         self.work = args.work or Path(tempfile.gettempdir()) / folder
         self.work.mkdir(parents=True, exist_ok=True)
-        files = corpus.read_corpus()[:: 16 if args.smoke else 1]
+        files = read_corpus()[:: 16 if args.smoke else 1]
         self.learnt = [file for file in files if not file.held_out]
         self.held_out = [file for file in files if file.held_out]
         self.data = [self._written(files) for files in (self.learnt, self.held_out)]
 
-    def _written(self, files: list[corpus.SourceFile]) -> Path:
+    def _written(self, files: list[SourceFile]) -> Path:
         """Writes sources in the format of ``specexport train``; returns the file."""
         path: Path = self.work / f"{'held-out' if files[0].held_out else 'learnt'}.jsonl"
         path.write_text("".join(json.dumps({"text": file.text}) + "\n" for file in files), encoding="utf-8")
@@ -100,7 +222,7 @@ class Demo:
     def train_target(self) -> str:
         """Trains and writes the target, about 6.0M parameters, with the held-out prompts; returns its results."""
         torch.manual_seed(self.seed)
-        tokenizer = corpus.train_tokenizer(self.learnt, VOCAB_SIZE, MAX_POSITIONS)
+        tokenizer = train_tokenizer(self.learnt, VOCAB_SIZE, MAX_POSITIONS)
         learnt, held_out = (read_windows([path], tokenizer, seq_len=513, seed=self.seed) for path in self.data)
         model: Any = new_llama(VOCAB_SIZE, 256, heads=4, kv_heads=2, ffn=672, layers=7, positions=MAX_POSITIONS, end=0)
         heads = new_heads(4, LAYERS, model, tied=True)
@@ -134,8 +256,8 @@ class Demo:
             log=partial(print, flush=True),
             evaluate=evaluate,
         )
-        corpus.export(model.eval(), tokenizer, self.models / "demo-target")
-        prompts = corpus.cut_prompts(tokenizer, self.held_out, 64, 128, self.seed)
+        export(model.eval(), tokenizer, self.models / "demo-target")
+        prompts = cut_prompts(tokenizer, self.held_out, 64, 128, self.seed)
         path = self.examples / "prompts" / "held_out.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
@@ -144,7 +266,7 @@ class Demo:
     def train(self, name: str) -> str:
         """Trains a draft or heads; returns the training's report."""
         method, target, changed = RECIPES[name]
-        training = import_module(f"specexport.methods.{method}.spec").TRAINING
+        training = import_module(f"specexport.methods.{method}").TRAINING
         run = getattr(import_module(f"specexport.methods.{method}.train"), f"train_{training.command}")
         options = {
             "target": str(self.models / target),
@@ -196,8 +318,9 @@ def main() -> None:
     for name in args.names or NAMES:
         report = demo.train_target() if name == "demo-target" else demo.train(name)
         command = f"python scripts/train_demo_models.py {name} --seed {args.seed} --threads {args.threads}"
-        card = corpus.card("demo", name=name, python=platform.python_version(), command=command, report=report)
-        (demo.models / name / "README.md").write_text(card, encoding="utf-8")
+        card = (Path(__file__).parent / "cards" / "demo.md").read_text(encoding="utf-8")
+        text = card.format(name=name, python=platform.python_version(), command=command, report=report)
+        (demo.models / name / "README.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

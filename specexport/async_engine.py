@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError, SpecExportError
 from specexport.contract.options import keywords
@@ -99,11 +99,16 @@ class AsyncStream:
         """
         if self._ended:
             raise StopAsyncIteration
-        item = await self._request.items.get()
-        if isinstance(item, BaseException):
+        items = self._request.items
+        item = await items.get()
+        if self._ended:  # another task had the end meanwhile
+            items.put_nowait(item)
+            raise StopAsyncIteration
+        if isinstance(item, BaseException) or item.finish_reason is not None:
             self._ended = True
+            items.put_nowait(item)  # wakes other tasks that wait for a chunk
+        if isinstance(item, BaseException):
             raise item
-        self._ended = item.finish_reason is not None
         return item
 
     async def __aenter__(self) -> AsyncStream:
@@ -115,6 +120,9 @@ class AsyncStream:
     async def aclose(self) -> None:
         """Cancels it, as a generator's ``aclose`` does, for ``contextlib.aclosing``."""
         self.cancel()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a stream cannot be pickled or copied; its chunks can")
 
     def __del__(self) -> None:
         self.cancel()

@@ -33,8 +33,7 @@ from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.reading import read_manifest, sha256
 from specexport.exporter.checkpoints.locate import GGUF, find
 from specexport.exporter.checkpoints.quiet import gc_paused
-from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.options import require_effect
+from specexport.exporter.options import CompileOptions, require_effect
 from specexport.exporter.records import fingerprint
 from specexport.options import EngineOptions
 from specexport.runtime.bundle import check_bundle

@@ -16,6 +16,7 @@ from specexport.commands import Command, bench, build, chat, draw, inspect, plan
 from specexport.commands.flags import UsageError
 from specexport.contract.errors import SpecExportError
 from specexport.contract.folders import describe_error
+from specexport.contract.options import dashed
 from specexport.contract.values import require_text
 from specexport.version import full_version
 
@@ -148,8 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.main(arguments)
         sys.stdout.flush()
     except SpecExportError as error:
-        print(f"specexport: error: {_with_flag(str(error), arguments)}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+        print(f"specexport: error: {_with_flag(error, arguments)}", file=sys.stderr)
+        wrong_flag = error.param is not None and getattr(arguments, error.param, None) is not None
+        return 2 if wrong_flag or isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -166,12 +168,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _with_flag(message: str, arguments: argparse.Namespace) -> str:
-    """A message that begins with a parameter's name, with the flag that sets it instead."""
-    name = re.match(r"([a-z_]+)(?: is | was |(?<=_config): )", message)
-    flag = f"--{name[1].replace('_', '-')}" if name else ""
-    declared = hasattr(arguments, "parser") and flag in arguments.parser._option_string_actions
-    return flag + message[len(name[1]) :] if name and declared else message
+def _with_flag(error: SpecExportError, arguments: argparse.Namespace) -> str:
+    """The error's message, with flags for its parameter at the beginning and for the one in ``was given with``."""
+    declared = arguments.parser._option_string_actions if hasattr(arguments, "parser") else ()
+
+    def spelled(match: re.Match[str]) -> str:
+        flags = map(dashed, re.findall("[a-z_]+", match[0]))
+        return next((flag for flag in flags if flag in declared), match[0])
+
+    begin = rf"^{re.escape(error.param)}\b(?: \([a-z_]+\))?|" if error.param else ""  # perhaps with a second name
+    return re.sub(rf"{begin}(?<=was given with )[a-z_]+", spelled, str(error))
 
 
 def _prepare_streams() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import MethodOptions, SpeculativeConfig, known, listed, method_type, read_methods
 from specexport.contract.options import keywords
 from specexport.contract.reading import read_manifest
-from specexport.contract.values import require_text
+from specexport.contract.values import require_text, shown
 from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams, Stream, TokenLogprobs
@@ -91,7 +92,10 @@ class Frontend:
         """See :meth:`open`; ``keys`` are the options that the caller set."""
         model, bundle, config = options.model, options.bundle, options.speculative_config
         if (model is None) == (bundle is None):
-            raise BuildError(f"model is {model!r} and bundle is {bundle!r}; give one of them")
+            raise BuildError(f"model is {model!r} and bundle is {bundle!r}; give one of them", param="model")
+        path = model if bundle is None else bundle
+        if not isinstance(path, (str, PathLike)):
+            raise BuildError(f"{'model' if bundle is None else 'bundle'} is {shown(path)}; expected a text or a path")
         build = {name: getattr(options, name) for name in BuildSettings.__struct_fields__ if name in keys}
         if model is not None and (expanded(model) / MANIFEST_NAME).is_file():
             model, bundle = None, model
@@ -99,13 +103,15 @@ class Frontend:
         chosen = DEFAULT
         if bundle is not None:
             if build:
-                raise BuildError(f"{next(iter(build))} was given with a bundle, which is built already; leave it out")
+                name = next(iter(build))
+                raise BuildError(f"{name} was given with a bundle, which is built already; leave it out", param=name)
             folder = Path(bundle)
             ranks = len(read_manifest(expanded(folder)).target.ranks) or 1
             if options.tensor_parallel_size not in (None, ranks):
                 raise BuildError(
                     f"tensor_parallel_size is {options.tensor_parallel_size}, but {folder} was built for {ranks}; "
-                    f"leave it out, or build with --tensor-parallel {options.tensor_parallel_size}"
+                    f"leave it out, or build with --tensor-parallel {options.tensor_parallel_size}",
+                    param="tensor_parallel_size",
                 )
             if config is not None:
                 loaded, chosen = _of_bundle(config)
@@ -127,7 +133,7 @@ class Frontend:
             engine.stream([0], speculative=chosen).close()
         except RequestError as error:
             engine.close()
-            raise BuildError(f"speculative_config: {error}") from error
+            raise BuildError(f"speculative_config: {error}", param="speculative_config") from error
         return cls(engine, str(model or bundle), chosen, options.seed)
 
     def speculation(self, keys: Mapping[str, Any]) -> Speculative:
@@ -241,12 +247,13 @@ def _of_bundle(config: SpeculativeConfig) -> tuple[tuple[MethodOptions, ...], Sp
             if extra is not None:
                 raise BuildError(
                     f"speculative_config: {extra} was given with a bundle, which is built already; name method and "
-                    "num_speculative_tokens alone, or build another bundle"
+                    "num_speculative_tokens alone, or build another bundle",
+                    param="speculative_config",
                 )
             try:
                 chosen.append(Speculative.of(mapping))
             except RequestError as error:
-                raise BuildError(f"speculative_config: {error}") from error
+                raise BuildError(f"speculative_config: {error}", param="speculative_config") from error
         else:
             (method,) = read_methods(mapping)
             methods.append(method)

@@ -9,12 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+from msgspec import Meta
+
 from specexport.contract.methods import SpeculativeConfig
 from specexport.contract.options import option
 from specexport.exporter.options import BuildSettings
 from specexport.runtime.backend import DEFAULT_UTILIZATION
 
 _model, _speculation, _machine = (partial(option, group=group) for group in ("the model", "speculation", "the machine"))
+_Origin = Annotated[str, Meta(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+)$")]
+"""As browsers send it: without a path, in small letters."""
 _api, _limit, _ray = (partial(option, group=group) for group in ("the API", "limits", "on Ray"))
 
 
@@ -101,9 +105,11 @@ class ServerOptions(ServiceOptions, frozen=True, kw_only=True):
             --replicas).
     """
 
-    served_model_name: Annotated[tuple[str, ...], option("NAME", group="the model")] = ()
+    served_model_name: Annotated[tuple[str, ...], option("NAME", group="the model", min_length=1)] = ()
     api_key: Annotated[tuple[str, ...], _api("KEY", repeat=True)] = ()
-    cors: Annotated[tuple[str, ...], _api("ORIGIN", repeat=True)] = ()
+    cors: Annotated[
+        tuple[_Origin, ...], _api("ORIGIN", repeat=True, expected="a list of origins such as https://example.com:8080")
+    ] = ()
     page: Annotated[bool, _api(off="do not serve the page at /")] = True
     timeout: Annotated[float, _limit("S", ge=0)] = 600.0
     shutdown_timeout: Annotated[float, _limit("S", ge=0)] = 30.0

@@ -17,13 +17,13 @@ from specexport.contract import tensors
 from specexport.contract.errors import RequestError
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
+from specexport.contract.values import Progress
 from specexport.runtime.backend import RunShape, open_target
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import Ints, Proposal, SlotView
 from specexport.runtime.request import Stats
-from specexport.runtime.speculation.timing import Progress
 
 RankPath = tuple[int, ...]
 

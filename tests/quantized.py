@@ -125,6 +125,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "gptq": ({**_GPTQ, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}, gptq),
     "gptq_act_order": ({**_GPTQ, "desc_act": True, "sym": False}, lambda *arguments: gptq(*arguments, ordered=False)),
     "gptq_int8": ({**_GPTQ, "bits": 8, "desc_act": False, "sym": True}, lambda *arguments: gptq(*arguments, bits=8)),
+    "gptq_dynamic": (
+        {**_GPTQ, "desc_act": False, "sym": True, "dynamic": {r"+:.*\.mlp\..*": {"bits": 8}, "-:lm_head": {}}},
+        lambda name, *arguments: gptq(name, *arguments, bits=8 if ".mlp." in name else 4),
+    ),
     "packed": (_compressed("pack-quantized", **_INT4, symmetric=True), packed),
     "packed_zeros": (
         _compressed("pack-quantized", **_INT4, symmetric=False),

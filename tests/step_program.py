@@ -8,7 +8,7 @@ from typing import Any
 from specexport.contract.engines import ProgramGraph
 from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import CompileOptions
+from specexport.exporter.options import CompileOptions
 from specexport.exporter.trace import write_program
 from specexport.runtime import SamplingParams
 

@@ -22,7 +22,7 @@ from specexport.exporter.checkpoints.documents import ADAPTER
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.exporter.options import BuildOptions
-from specexport.methods.draft_model.spec import DraftModelOptions
+from specexport.methods.draft_model import DraftModelOptions
 from specexport.runtime import Engine, SamplingParams
 from tests.checkpoints import GROUPED, make_checkpoint, tokenizer
 from tests.hub import hub

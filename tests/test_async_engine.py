@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -142,6 +143,17 @@ def test_a_stream_that_is_closed_ends_as_generators_do(frontend: Frontend) -> No
             await anext(stream)
         await until(lambda: engine.running == 0)
         assert stream.stats.output_tokens < 480
+
+    run(work)
+
+
+def test_two_tasks_that_iterate_one_stream_both_end(frontend: Frontend) -> None:
+    async def work() -> None:
+        stream = AsyncEngine(frontend).generate(PROMPT, GREEDY)
+        with pytest.raises(TypeError, match="a stream cannot be pickled or copied"):
+            copy.copy(stream)  # the copy would cancel it when dropped
+        parts = await asyncio.gather(tokens_of(stream), tokens_of(stream))
+        assert sum(map(len, parts)) == 16
 
     run(work)
 

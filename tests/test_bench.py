@@ -72,7 +72,7 @@ def test_bench(
     assert "completion" in shown
     assert "yes: 72 tokens" in shown
     for more, status, reason in (
-        (["--methods", "medusa"], 1, "method is 'medusa'; the bundle has draft_model, ngram"),
+        (["--methods", "medusa"], 1, "--methods has 'medusa'; the bundle has draft_model, ngram"),
         (["--prompts", "0"], 2, "--prompts is 0; expected a whole number >= 1"),
         (["-n", "500"], 1, "do not fit this bundle's context of 512"),
     ):

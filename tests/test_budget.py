@@ -661,7 +661,7 @@ def test_unmeasured_methods_join_a_measured_batch(measured: Callable[..., Engine
 def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(
     measured: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specexport.methods.draft_model.propose import DraftModelProposer
+    from specexport.methods.draft_model import DraftModelProposer
 
     first = measured("llama-near-batch", lambda slots, tokens: 1.0 if slots < 8 else float(tokens))
     read: list[int] = []

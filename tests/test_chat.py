@@ -196,6 +196,33 @@ def test_arguments_of_calls_are_json_in_templates_of_either_form(form: str) -> N
     assert ChatTemplate(template, {}).render(chat) == 'af{"a": 1}'
 
 
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ("", "[be brief]a"),
+        ("{% else %}{{ raise_exception('unknown') }}", "[be brief]a"),
+        ("{% elif m.role == 'developer' %}developer:{{ m.content }}", "developer:be briefa"),
+    ],
+)
+def test_a_developers_message_is_the_systems_where_a_template_does_not_know_it(other: str, text: str) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}[{{ m.content }}]{% elif m.role == 'user' %}{{ m.content }}"
+        + other
+        + "{% endif %}{% endfor %}"
+    )
+    chat = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "a"}]
+    assert ChatTemplate(template, {}).render(chat) == text
+
+
+def test_templates_may_write_the_arguments_of_calls_in_a_form_of_their_own() -> None:
+    """As Gemma 4's and Kimi K3's do, which write JSON texts whole."""
+    call = "{% for k, v in c.function.arguments | items %}{{ k }}:<{{ v }}>{% endfor %}"
+    call = "{% if c.function.arguments is mapping %}" + call + "{% else %}{{ c.function.arguments }}{% endif %}"
+    template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}" + call + "{% endfor %}{% endfor %}"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert ChatTemplate(template, {}).render(chat) == "aa:<1>"
+
+
 NAMED = {
     "default": "plain {{ messages[0].content }}",
     "tool_use": "tools {{ tools | tojson }}",

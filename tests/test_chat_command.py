@@ -120,6 +120,24 @@ def test_the_editor_has_history_and_several_lines(folder: Path, tmp_path: Path) 
     assert document[0][0]["content"] == "one\ntwo"
 
 
+@pytest.mark.parametrize("terminal", ["xterm-256color", "dumb"])
+def test_a_message_of_several_lines_is_one_in_the_history(folder: Path, tmp_path: Path, terminal: str) -> None:
+    """With prompt_toolkit and with readline."""
+    words = ["chat", str(folder), *GREEDY, "-n", "4"]
+    with typed(words, cwd=tmp_path, SPECEXPORT_CACHE=str(tmp_path), TERM=terminal) as chat:
+        chat.expect(">")
+        enter(chat, '"""one')
+        chat.expect("\n.")
+        enter(chat, 'two"""')
+        chat.expect("a second")
+        chat.expect(">")
+        enter(chat, "\x10")  # Ctrl-P, the message before
+        chat.expect("a second")
+        leave(chat)
+    history = (tmp_path / "chat-history.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in history] == ["one\ntwo", "one\ntwo"]
+
+
 SLOW = """
 import time
 from specexport.runtime.scheduler import Scheduler

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from specexport.building import needs_extra
-from specexport.cli import main, parser
+from specexport.cli import _with_flag, main, parser
 from specexport.commands.flags import UsageError, add_method_arguments, asked_methods
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
@@ -143,13 +143,16 @@ def test_a_terminal_shows_that_the_text_was_cut(
         (["--temperature", "-1"], "--temperature is -1.0; expected a number >= 0"),
         (["--threads", "0"], "--threads is 0; expected a whole number from 1 to 1024"),
         (["--method", "magic"], "--method is 'magic'; the bundle has draft_model"),
+        (["--method", "ngram:prompt_lookup_max=2"], "options are set by --speculative-config ngram:prompt_lookup_max"),
+        (["--stop-token-ids", "99999"], "--stop-token-ids has token 99999; the model has tokens 0 to"),
+        (["--grammar", "start: /a/", "--json-schema", "{}"], "--grammar was given with --json-schema; give one"),
         (["--chat"], "the model has no chat template, so it cannot read messages"),
     ],
 )
 def test_a_bad_request_is_explained_in_one_line(
     folder: str, words: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", folder, "--prompt", PROMPT, *words]) == (2 if "; expected" in named else 1)
+    assert main(["run", folder, "--prompt", PROMPT, *words]) == (1 if words == ["--chat"] else 2)
     captured = capsys.readouterr()
     assert named in captured.err
     assert captured.err.startswith("specexport: error: ")
@@ -157,10 +160,29 @@ def test_a_bad_request_is_explained_in_one_line(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "flag"), [(["build", "--target", "x", "-o", "y"], "--max-seq-len"), (["run", "x"], "--max-model-len")]
+)
+def test_of_two_names_an_error_has_the_commands_flag(words: list[str], flag: str) -> None:
+    arguments = parser(words).parse_args(words)
+    assert _with_flag("max_seq_len (max_model_len) is 9, but", arguments) == f"{flag} is 9, but"
+
+
 def test_a_missing_extra_names_what_failed() -> None:
     message = r"\[train\] extra \(module 'a' has no attribute 'b'\)"
     with pytest.raises(BuildError, match=message), needs_extra("it", "train"):
         raise ImportError("hidden") from AttributeError("module 'a' has no attribute 'b'")
+
+
+def test_inspect_of_a_tree_names_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree, other = tmp_path / "tree.json", tmp_path / "other"
+    tree.write_text("[[0]]")
+    other.touch()
+    for name in ("mc_sim_7b_63", str(tree)):
+        assert main(["inspect", name]) == 1
+        assert f"{name}: a token tree, which --tree draws; give --tree" in capsys.readouterr().err
+    assert main(["inspect", str(other)]) == 1
+    assert f"{other}: is no folder; expected a bundle" in capsys.readouterr().err
 
 
 def test_inspect_shows_the_manifest(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,11 +207,15 @@ def test_a_folder_that_is_no_bundle_is_explained(tmp_path: Path, capsys: pytest.
         ([], 1, "nowhere: no such folder"),
         (["--num-speculative-tokens", "3"], 2, "without a method"),
         (["--block-size", "5"], 2, "--block-size is 5; expected one of 16, 32, 64, 128, 256"),
-        (["--backend", "tensorrt", "--compute-capability", "x"], 2, "compute capability 'x': expected something like"),
-        (["--lowering", "portable", "--precision", "int4"], 1, "precision is 'int4'"),
-        (["--lowering", "portable", "--block-size", "32"], 1, "opset 20 knows no blocks"),
-        (["--precision", "bf16", "--block-size", "32"], 1, "--block-size was given, and only int8"),
-        (["--ngram", "--draft-precision", "int8"], 1, "--draft-precision was given without"),
+        (
+            ["--backend", "tensorrt", "--compute-capability", "x"],
+            2,
+            "--compute-capability is 'x'; expected something like",
+        ),
+        (["--lowering", "portable", "--precision", "int4"], 2, "--precision is 'int4'"),
+        (["--lowering", "portable", "--block-size", "32"], 2, "opset 20 knows no blocks"),
+        (["--precision", "bf16", "--block-size", "32"], 2, "--block-size was given, and only int8"),
+        (["--ngram", "--draft-precision", "int8"], 2, "--draft-precision was given without"),
         (
             ["--draft", "x", "--num-speculative-tokens", "99"],
             2,
@@ -214,7 +240,7 @@ def test_a_method_that_a_model_is_built_without_is_refused_before_the_build(
 
     monkeypatch.setattr("specexport.building._build", lambda *_, **__: pytest.fail("built"))
     target = make_checkpoint(tmp_path / "target", "llama")
-    assert main(["run", str(target), "-p", "one", "--method", method]) == 1
+    assert main(["run", str(target), "-p", "one", "--method", method]) == 2
     shown = capsys.readouterr().err
     assert f"--method is {method!r}, but {target} would be built without it" in shown
     assert f"--speculative-config {method}" in shown
@@ -226,7 +252,7 @@ def test_blocks_are_refused_where_the_checkpoint_has_none(tmp_path: Path, capsys
     from tests.checkpoints import make_checkpoint  # imports torch
 
     target = make_checkpoint(tmp_path / "target", "llama")
-    assert main(["build", "--target", str(target), "--block-size", "64", "-o", str(tmp_path / "out")]) == 1
+    assert main(["build", "--target", str(target), "--block-size", "64", "-o", str(tmp_path / "out")]) == 2
     assert "--block-size was given, and only int8 and int4 have blocks" in capsys.readouterr().err
 
 
@@ -377,6 +403,7 @@ def test_every_method_has_a_flag() -> None:
         (["--method", "ngram", "--ngram"], "--method ngram: it was given twice"),
         (["--draft-medusa", "h"], "--draft-medusa was given without --draft"),
         (["--self-draft-layers", "many"], "--self-draft-layers: layers is a text; expected a whole number"),
+        (["--ngram", "--num-speculative-tokens", "0"], "--num-speculative-tokens: num_speculative_tokens: expected a"),
         (["--ngram", "--tree", "mc_sim_7b_63"], "--tree was given, but no method proposes trees (ngram)"),
         (["--tree", "mc_sim_7b_63"], "--tree was given without a method"),
         (["--lookahead", "--num-speculative-tokens", "4"], "the methods set it by options of their own (lookahead)"),

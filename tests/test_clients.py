@@ -236,7 +236,8 @@ def test_templates_name_their_way_of_calling() -> None:
     llama = """{{ 'Respond as {"name": function name, "parameters": dictionary of its arguments}' }}{{ tools }}"""
     assert call_format(llama) == LLAMA
     assert call_format("{{ tools }} <tool_call><function=") is None
-    assert call_format("{{ tools }} <tool_call>{name}\n<arg_key>a</arg_key>") is None
+    for other in ("{name}\n<arg_key>a</arg_key>", '\n<invoke name="a">', "<tool_calls>[{name}]</tool_calls>"):
+        assert call_format("{{ tools }} <tool_call>" + other) is None
 
 
 def test_an_earlier_call_reaches_the_template(running: Served) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from specexport.contract import tensors
 from specexport.contract.tree import TokenTree
-from specexport.methods.draft_model.propose import DraftModelProposer
+from specexport.methods.draft_model import DraftModelProposer
 from specexport.runtime import SamplingParams
 from specexport.runtime.backend import BackendOptions, Graph, RunShape, open_backend, open_target
 from specexport.runtime.bundle import Bundle

@@ -17,7 +17,7 @@ from scipy.stats import chi2_contingency
 
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, RequestError, SamplingParams, step
-from specexport.runtime.constraint import Grammars
+from specexport.runtime.constraint import Grammars, _without_idle_keywords
 from specexport.runtime.proposal import Proposal, SlotView
 from specexport.runtime.speculative import PLAIN
 
@@ -174,7 +174,8 @@ def test_stop_texts_and_logprobs_go_with_it(engine: Engines) -> None:
         ('{"type": "magic"}', "Invalid type: magic"),
         ('{"$ref": "http://localhost/secret"}', "cannot be used"),
         ('{"type": "string", "pattern": "("}', "cannot be used: regex parse error.*unclosed group"),
-        ('{"not": {}}', "Unimplemented keys"),
+        ('{"not": {"const": 1}}', "Unimplemented keys"),
+        ('{"not": {}}', "Unsatisfiable schema"),
         ("3", "cannot be used"),
         ('{"const": "\ud83d"}', "half of a character"),
         (json.dumps({"enum": ["x" * 1000 + str(at) for at in range(70)]}), "characters; expected at most 65536"),
@@ -183,6 +184,28 @@ def test_stop_texts_and_logprobs_go_with_it(engine: Engines) -> None:
 def test_a_schema_that_cannot_be_used_is_refused(engine: Engines, schema: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         engine("llama-near").stream(PROMPT, SamplingParams(json_schema=schema))
+
+
+def test_keywords_that_constrain_nothing_are_taken(engine: Engines) -> None:
+    """As generators of schemas write them; llguidance refuses them."""
+    idle = {"uniqueItems": False, "propertyNames": {"type": "string"}, "format": "password"}
+    used = {"format": "date", "minLength": 10, "enum": [{"format": "password"}]}
+    schema = {
+        **idle,
+        "properties": {"format": {**used, **idle, "format": "date"}, "uniqueItems": {"anyOf": [idle]}},
+        "additionalProperties": {"type": "array", "items": idle, "minContains": 0},
+    }
+    made = grammars(engine("llama-near"))
+    optional = {"anyOf": [{"not": {}}, {"type": "string"}]}
+    for taken in ({"type": "object", **idle}, {"properties": {"a": optional}, "additionalProperties": {"not": {}}}):
+        made.constraint("json_schema", json.dumps(taken))
+    assert _without_idle_keywords(schema) == {
+        "properties": {"format": used, "uniqueItems": {"anyOf": [{}]}},
+        "additionalProperties": {"type": "array", "items": {}},
+    }
+    for other in ({"format": "regex"}, {"uniqueItems": True}, {"propertyNames": {"pattern": "a"}}):
+        with pytest.raises(RequestError, match=r"Unknown format|Unimplemented keys"):
+            made.constraint("json_schema", json.dumps({"type": "string", **other}))
 
 
 def test_a_grammar_that_cannot_be_used_is_refused(engine: Engines) -> None:

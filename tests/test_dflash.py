@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
+from specexport.methods.dflash import DFlash
 from specexport.methods.dflash.export import DFlashOutline, read_dflash, trace_dflash
-from specexport.methods.dflash.spec import DFlash
 from tests.checkpoints import GROUPED, VOCAB, make_dflash
 from tests.hidden_states import Formulas, TwoSlots, changed, require_drafted
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.exporter.compose import propose_graph
+from specexport.methods.eagle3 import Eagle3
 from specexport.methods.eagle3.export import read_eagle3
-from specexport.methods.eagle3.spec import Eagle3
+from specexport.methods.hidden_states import StatesProposer
 from specexport.methods.hidden_states.export import trace_own_state
-from specexport.methods.hidden_states.propose import StatesProposer
 from specexport.runtime import Engine
 from specexport.runtime.backend import RunShape
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph

@@ -215,8 +215,7 @@ def test_async_engine(bundle: Callable[[str], Path], engine: Engines) -> None:
 @pytest.mark.exporter
 def test_building(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     from specexport.exporter.engines.bundle import compile_bundle
-    from specexport.exporter.engines.options import CompileOptions
-    from specexport.exporter.options import BuildOptions
+    from specexport.exporter.options import BuildOptions, CompileOptions
     from specexport.verify.bundle import verify
 
     folder = bundle(NAMES[1])

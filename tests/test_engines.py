@@ -26,9 +26,8 @@ from specexport.exporter.build import build
 from specexport.exporter.engines import bundle as bundle_module
 from specexport.exporter.engines import compiler as compiler_module
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import CompileOptions, capability
 from specexport.exporter.engines.source import engine_caches, model_jobs, write_source
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import BuildOptions, CompileOptions, capability
 from specexport.runtime import Engine as SpecEngine
 from specexport.runtime import SamplingParams
 from tests.checkpoints import make_checkpoint
@@ -401,9 +400,9 @@ def test_a_library_that_is_not_installed_is_named(uncompiled: Bundles) -> None:
 
 def test_flags_without_a_backend_for_them_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     build_line = ["build", "--target", "x", "-o", str(tmp_path / "b")]
-    assert main([*build_line, "--compute", "fp16"]) == 1
+    assert main([*build_line, "--compute", "fp16"]) == 2
     assert "--compute was given without --backend onnxruntime-cuda or tensorrt" in capsys.readouterr().err
-    assert main([*build_line, "--backend", "tensorrt", "--no-compile", "--compute", "fp16"]) == 1
+    assert main([*build_line, "--backend", "tensorrt", "--no-compile", "--compute", "fp16"]) == 2
     assert "--compute was given with --no-compile" in capsys.readouterr().err
 
 

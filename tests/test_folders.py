@@ -21,7 +21,7 @@ import pytest
 from specexport.cli import main
 from specexport.contract import folders
 from specexport.contract.errors import BuildError
-from specexport.contract.folders import describe_error, write_lock, writing, written_beside
+from specexport.contract.folders import describe_error, expanded, write_lock, writing, written_beside
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.reading import changing, exchange_manifest, read_manifest
 from specexport.runtime.bundle import Bundle
@@ -88,6 +88,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(checkpoint: Path, output: Path, *more: str) -> list[str]:
     words = ["build", "--target", str(checkpoint), "--max-seq-len", "48", "--max-batch-size", "1", "-o", str(output)]
     return [*words, *more]
+
+
+def test_the_home_folder_of_an_unknown_user_is_named() -> None:
+    with pytest.raises(BuildError, match=r"^~nobody-here/x: no home folder is known, as there is no such user; give"):
+        expanded("~nobody-here/x")
 
 
 def test_a_build_that_the_disk_has_no_room_for_leaves_nothing(

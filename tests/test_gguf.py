@@ -12,6 +12,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import Metaspace
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexport.cli import main
@@ -24,7 +26,7 @@ from specexport.exporter.checkpoints.gguf.header import read_header
 from specexport.exporter.checkpoints.gguf.tensors import KEPT, scales_of
 from specexport.exporter.checkpoints.locate import find, locate
 from specexport.exporter.checkpoints.stored import QuantizedTensor, read_weights
-from specexport.exporter.checkpoints.tokenizer import load_tokenizer
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.exporter.options import BuildOptions
 from specexport.llm import LLM
 from specexport.runtime import Engine, SamplingParams
@@ -246,6 +248,13 @@ def test_digits_are_split_as_the_file_states(small: Path, tmp_path: Path) -> Non
     assert [part for part, _ in split] == ["x", "ĠĠ", "1", "2", "Ġy"]
 
 
+def test_words_that_are_tokens_are_taken_whole_as_in_llama_3(small: Path, tmp_path: Path) -> None:
+    for kind, tokens in (("llama-bpe", ["Ġthe"]), ("default", ["Ġ", "t", "he"])):
+        metadata = {"tokenizer.ggml.pre": kind, "tokenizer.ggml.merges": ["h e"]}
+        file = make_gguf(tmp_path / f"{kind}.gguf", small, Type.F32, metadata=metadata)
+        assert load_tokenizer(locate(str(file))).tokenizer.encode(" the").tokens == tokens
+
+
 def test_templates_with_names_are_read(small: Path, tmp_path: Path) -> None:
     metadata = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools }}"}
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata=metadata)
@@ -256,7 +265,7 @@ def test_templates_with_names_are_read(small: Path, tmp_path: Path) -> None:
 def test_a_space_is_put_before_texts_as_the_file_states(
     small: Path, tmp_path: Path, prefix: bool | None, tokens: list[int]
 ) -> None:
-    """Sentencepiece's tokenizers; transformers puts one always."""
+    """Sentencepiece's tokenizers, as llama.cpp reads them."""
     pieces = ["<unk>", "<s>", "</s>", "▁", "▁a", *(f"<0x{byte:02X}>" for byte in range(255)), "a", "b"]
     metadata = {
         "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces, "tokenizer.ggml.merges": None,
@@ -266,7 +275,12 @@ def test_a_space_is_put_before_texts_as_the_file_states(
     }  # fmt: skip
     tokenizer = load_tokenizer(locate(str(make_gguf(tmp_path / "m.gguf", small, metadata=metadata)))).tokenizer
     assert tokenizer.encode("ab").ids == tokens and tokenizer.decode(tokens) == "ab"
-    assert prefix is not False or tokenizer.decode(tokenizer.encode(" a").ids) == " a"
+    assert tokenizer.decode(tokenizer.encode(" a").ids) == " a"
+    other = Tokenizer.from_str(tokenizer.to_str())
+    other.normalizer, other.pre_tokenizer = None, Metaspace(prepend_scheme="first", split=False)
+    if prefix is not False:  # transformers' form of the same
+        require_same_tokenizer(tokenizer, other, "the draft")
+    assert tokenizer.encode("<s>ab").ids == [1, *tokens]
 
 
 _THETA = {"rope_type": "default", "rope_theta": 300000.0}

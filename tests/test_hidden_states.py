@@ -141,7 +141,7 @@ def test_build_inspect_and_verify(
     assert f"{method}, states after {seen} of the target's layers" in capsys.readouterr().out
     report = verify(out, prompts=("the words", "one by one"), max_tokens=6)
     assert report.passed
-    assert any("draft's graph proposes the original draft's own token" in check.sentence for check in report.checks)
+    assert any("its graph proposes the original's own token" in check.sentence for check in report.checks)
     with LLM(model=str(out), calibrate=False) as llm:
         assert llm.generate([5, 9, 17], GREEDY)[0].outputs[0].token_ids
     other = changed(copytree(draft, tmp_path / "other"), {n: torch.randn_like(each) for n, each in changes.items()})

@@ -25,9 +25,8 @@ from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.compiler import compile_graph, load_library
-from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.engines.source import write_source
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import BuildOptions, CompileOptions
 from specexport.exporter.plan import DEVICES, plan
 from specexport.graphs.recurrent import StepStates, Updates
 from specexport.runtime import Engine, SamplingParams

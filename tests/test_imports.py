@@ -70,7 +70,7 @@ from pathlib import Path
 
 import pytest
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import CompileOptions
+from specexport.exporter.options import CompileOptions
 report = compile_bundle(Path(sys.argv[1]), CompileOptions("onnxruntime-cuda", compute="fp16"))
 print(len(report.engines))
 """

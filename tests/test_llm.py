@@ -71,6 +71,9 @@ def test_errors_and_outputs_pass_between_processes_and_engines_say_that_they_do_
     for attempt in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match="an engine cannot be pickled or copied; open the bundle in every process"):
             attempt(llm)
+    for attempt in (pickle.dumps, copy.copy):
+        with pytest.raises(TypeError, match="a stream cannot be pickled or copied"):
+            attempt(llm._frontend.engine.stream("a", GREEDY))
 
 
 FORKED = """
@@ -229,12 +232,12 @@ def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
             {"bundle": "{}", "speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
             "num_speculative_tokens is 3; the bundle was built for 1, 2, 4, 7",
         ),
+        ({"model": 3}, "model is 3; expected a text or a path"),
+        ({"bundle": b"x"}, "bundle is b'x'; expected a text or a path"),
     ],
 )
 def test_wrong_options_are_named(bundle: Callable[[str], Path], options: dict[str, Any], words: str) -> None:
-    fields = {
-        key: value.replace("{}", str(bundle(NAME))) if key == "bundle" else value for key, value in options.items()
-    }
+    fields = {key: str(bundle(NAME)) if value == "{}" else value for key, value in options.items()}
     with pytest.raises(BuildError, match=words):
         LLM(**fields)
 

@@ -127,7 +127,7 @@ def test_pickled_heads_are_read_as_plain_tensors(root: Path, fetched: set[str], 
     draft = shutil.copytree(plain, root / "owner" / "draft")
     for folder in (str(pickled(draft)), "owner/draft"):
         outline = read_eagle3(folder)
-        expected, parts = read_eagle3(str(plain)).parts(), outline.parts()
+        expected, parts = read_eagle3(str(plain)).stored(), outline.stored()
         assert expected.keys() == parts.keys()
         assert all(torch.equal(expected[name].read(), parts[name].read()) for name in expected)
         loaded = outline.load(tiny, 5, 64).state_dict()
@@ -154,7 +154,7 @@ def test_pickled_code_is_not_run(tiny: Path, tmp_path: Path, capsys: pytest.Capt
     draft = pickled(make_eagle3(tmp_path / "draft", tiny))
     torch.save({"fc.weight": Harmful()}, draft / "pytorch_model.bin")
     with pytest.raises(BuildError, match=r"pytorch_model\.bin: refused: only plain tensors .*save_file\(") as caught:
-        read_eagle3(str(draft)).parts()
+        read_eagle3(str(draft)).stored()
     assert "\n" not in str(caught.value)
     assert "harm" not in capsys.readouterr().out
 

@@ -13,8 +13,7 @@ import pytest
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.methods import read_methods
 from specexport.contract.tree import TokenTree
-from specexport.methods.lookahead.propose import LookaheadProposer, NgramPool, Trajectory
-from specexport.methods.lookahead.spec import Lookahead, guess_tree
+from specexport.methods.lookahead import Lookahead, LookaheadProposer, NgramPool, Trajectory, guess_tree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN
@@ -250,9 +249,9 @@ def test_sizes_that_are_built() -> None:
     for wanted, reason in (
         ("fast", "expected W,N,G or one of gpu, cpu, small, medium, large"),
         ("1,2,x", "expected W,N,G or one of gpu, cpu, small, medium, large"),
-        ("0,3,1", "W and G of at least 1"),
-        ("16,5,17", "132 tokens a step; at most 128"),
-        ("2,5,2", "only if W is at least N - 2 = 3"),
+        ("0,3,1", "W and G are at least 1"),
+        ("16,5,17", "132 nodes a step, at most 128"),
+        ("2,5,2", "window 2, with n-grams of 5; the window fills only with 3"),
     ):
         with pytest.raises(BuildError, match=reason):
             planned(wanted)

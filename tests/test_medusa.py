@@ -63,7 +63,9 @@ def logits(heads: MedusaHeads, lm_head: torch.Tensor) -> torch.Tensor:
 def test_written_files_are_read_back(tmp_path: Path, layers: int, tied: bool) -> None:
     heads, lm_head = random_heads(layers, tied=tied), torch.randn(V, H)
     tree = [[0], [1], [0, 0]]
-    save_medusa(tmp_path, heads, lm_head, base="x", accuracy=ACCURACY, choices=tree, dtype=torch.float32)
+    save_medusa(tmp_path, heads, lm_head, base="x", accuracy=ACCURACY, dtype=torch.float32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"medusa_choices": tree}))
     outline = read_medusa(tmp_path)
     assert (outline.count, outline.layers, outline.tied) == (HEADS, layers, tied)
     assert outline.tree == TokenTree.from_choices(tree)
@@ -365,5 +367,5 @@ def test_build_run_and_inspect(tmp_path: Path, checkpoints: dict[str, str], caps
         ("inspect --method medusa", "--method was given without --tree"),
     ):
         command, *flags = wrong.split()
-        assert main([command, str(out), *flags]) == 1
+        assert main([command, str(out), *flags]) == 2
         assert reason in capsys.readouterr().err

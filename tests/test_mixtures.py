@@ -24,9 +24,8 @@ from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoi
 from specexport.exporter.checkpoints.config import sizes_of
 from specexport.exporter.dequantize import gathers_experts
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.engines.source import write_source
-from specexport.exporter.options import BuildOptions, Storage
+from specexport.exporter.options import BuildOptions, CompileOptions, Storage
 from specexport.exporter.passes import simplify
 from specexport.exporter.passes.experts import lower_experts
 from specexport.exporter.weights import WeightsFile

@@ -33,9 +33,8 @@ from specexport.exporter.engines.source import model_jobs, write_source
 from specexport.exporter.method import TargetInfo, exporter_of
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.set_tree import set_default_tree
+from specexport.methods.mlp_speculator import MlpSpeculator, MlpSpeculatorProposer
 from specexport.methods.mlp_speculator.export import read_speculator, trace_speculator
-from specexport.methods.mlp_speculator.propose import MlpSpeculatorProposer
-from specexport.methods.mlp_speculator.spec import MlpSpeculator
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import RunShape
 from specexport.runtime.proposal import SlotView

@@ -23,8 +23,8 @@ from specexport.exporter.compose import propose_graph
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.passes.experts import lower_experts
 from specexport.methods.hidden_states.export import trace_own_state
+from specexport.methods.mtp import MTP, MTPOptions
 from specexport.methods.mtp.export import read_mtp
-from specexport.methods.mtp.spec import MTP, MTPOptions
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_mtp
 from tests.hidden_states import TwoSlots, changed, require_drafted
 from tests.test_mixtures import MIXTURES

@@ -51,9 +51,9 @@ every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=
 tokens_of_any_kind = st.lists(st.integers(0, 260), max_size=30)
 
 
-def spoken(tokenizer: Tokenizer, tokens: list[int], skip: bool) -> str:
+def spoken(tokenizer: Tokenizer, before: list[int], tokens: list[int], skip: bool) -> str:
     """The text of an output, as an engine gives it out."""
-    stream = TextStream(tokenizer, skip_special_tokens=skip)
+    stream = TextStream(tokenizer, before=before, skip_special_tokens=skip)
     return "".join([*map(stream.push, tokens), stream.finish()])
 
 
@@ -65,7 +65,7 @@ def test_a_text_begins_with_each_token_where_that_begins(
     known = tokenizer.get_vocab_size(with_added_tokens=True)
     output = [token % known for token in output]
     tokens = tokenizer.encode(prompt).ids
-    text = prompt + spoken(tokenizer, output, skip)
+    text = prompt + spoken(tokenizer, tokens, output, skip)
     placed = PlacedTokens(tokenizer, skip)
     pieces = [*placed.prompt(prompt, tokens), *placed.add(output)]
     assert len(pieces) == len(tokens) + len(output)

@@ -26,14 +26,14 @@ from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError, RequestError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import CompileOptions
+from specexport.exporter.options import CompileOptions
 from specexport.exporter.passes import onnxruntime_cuda
 from specexport.runtime import EmbedsPrompt, Engine
 from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.request import Completion, complete
 from specexport.runtime.speculative import PLAIN
-from specexport.verify.graphs import check_graphs
+from specexport.verify.bundle import check_graphs
 from tests.checkpoints import make_checkpoint
 from tests.cuda_stand_in import StandIn
 from tests.manifests import put

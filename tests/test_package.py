@@ -139,7 +139,8 @@ def test_package_contents(source: Path, built: tuple[Path, Path]) -> None:
     inside = {name for name in tracked if name.startswith("specexport/")} - set(links)
     kernels = {name for name in inside if name.startswith("specexport/kernels/")}
     code = {name for name in inside - kernels if name.endswith(".py")}
-    assets = {name for name in inside if name.startswith(("specexport/server/assets/", "specexport/exporter/texts/"))}
+    folders = ("specexport/server/assets/", "specexport/exporter/texts/", "specexport/contract/trees.json")
+    assets = {name for name in inside if name.startswith(folders)}
     assert {"specexport/server/assets/index.html", "specexport/exporter/texts/calibration.txt"} <= assets
     assert {"specexport/runtime/engine.py", "specexport/exporter/build.py"} <= code
     with zipfile.ZipFile(wheel) as archive:

@@ -126,6 +126,8 @@ def test_plan_counts_drafts_by_their_checkpoints(tmp_path: Path, tied: Path) -> 
     other = make_checkpoint(tmp_path / "other", "llama", hidden_size=96)
     with pytest.raises(BuildError, match="trained for another model"):
         planned(other, read_method({"method": "eagle3", "model": str(eagle3)}))
+    with pytest.raises(BuildError, match=r"describes no model of its own.*pass the folder with --eagle3"):
+        planned(tied, drafted(Path("examples/models/demo-eagle3")))
     make_heads(tmp_path / "heads", tied, 2, tied=True)
     with pytest.raises(BuildError, match="which has no model of its own to plan for; expected draft_model"):
         planned(tied, read_method({"method": "medusa", "model": str(tmp_path / "heads")}))
@@ -163,7 +165,7 @@ def test_models_that_do_not_fit_are_reported(tied: Path, capsys: pytest.CaptureF
     )
     assert main(line) == 0
     assert "not measured" in capsys.readouterr().out
-    assert main(["plan", "--target", str(tied), "--device", "abacus"]) == 1
+    assert main(["plan", "--target", str(tied), "--device", "abacus"]) == 2
     assert "expected one of orin-nano-4gb" in capsys.readouterr().err
 
 
@@ -220,7 +222,7 @@ def test_options_fixed_by_a_bundle_are_refused(
 ) -> None:
     words = ["plan", "--target", str(bundle("llama-near")), "--device", "orin-nano-8gb"]
     for more in (["--precision", "int8"], ["--max-seq-len", "64"], ["--method", "mtp"]):
-        assert main([*words, *more]) == 1
+        assert main([*words, *more]) == 2
         assert f"{more[0]} was given with a bundle, which is built already" in capsys.readouterr().err
 
 
@@ -230,7 +232,7 @@ def test_plan_of_a_bundle_names_its_drafts(bundle: Callable[[str], Path], capsys
         assert main(["plan", str(bundle(name)), "--device", "orin-nano-8gb"]) == 0
         shown = capsys.readouterr().out
         assert line in shown and "fp32" in shown and "as built" in shown
-    assert main(["plan", str(bundle("qwen3-medusa")), "--device", "orin-nano-8gb", "--acceptance", "0.5"]) == 1
+    assert main(["plan", str(bundle("qwen3-medusa")), "--device", "orin-nano-8gb", "--acceptance", "0.5"]) == 2
     assert "--acceptance was given without a draft" in capsys.readouterr().err
 
 

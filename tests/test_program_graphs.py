@@ -19,7 +19,7 @@ from specexport.contract.engines import LARGEST_TOP_K
 from specexport.contract.model import CacheLayer
 from specexport.contract.tree import TokenTree
 from specexport.exporter.trace import trace_commit, trace_fill
-from specexport.methods.mlp_speculator.propose import MlpSpeculatorProposer
+from specexport.methods.mlp_speculator import MlpSpeculatorProposer
 from specexport.runtime import SamplingParams
 from specexport.runtime.proposal import drawn
 from specexport.runtime.sampling import (

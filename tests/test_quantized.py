@@ -23,16 +23,16 @@ from specexport.contract.reading import read_manifest
 from specexport.exporter import build as building
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.config import checkpoint_tensors, quantized_in, stored_table
+from specexport.exporter.checkpoints.quantized import quantization
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import BuildOptions, CompileOptions
 from specexport.verify.bundle import verify
 from tests.checkpoints import make_checkpoint
 from tests.quantized import FORMATS, make_mxfp4, make_quantized
 
 pytestmark = pytest.mark.exporter
 
-KEPT = {"gptq", "gptq_int8", "packed", "packed_channel", "int8", "float", "awq", "packed_zeros", "fp8"}
+KEPT = {"gptq", "gptq_int8", "gptq_dynamic", "packed", "packed_channel", "int8", "float", "awq", "packed_zeros", "fp8"}
 ZEROS = {"awq", "packed_zeros"}
 Small = Callable[[str], tuple[Path, Path]]
 
@@ -200,6 +200,13 @@ def test_symmetric_zero_points_tell_their_version(small: Small, tmp_path: Path) 
     assert all(torch.equal(a.read(), b.read()) for a, b in zip(first, second, strict=True))
 
 
+def test_the_language_model_may_state_its_quantization(small: Small) -> None:
+    """As in some multimodal checkpoints."""
+    path = small("gptq_int8")[0] / "config.json"
+    config = json.loads(path.read_text())
+    assert quantization(path, {"text_config": config}) == quantization(path, config) == ("GPTQ", "int8")
+
+
 Q = "model.layers.0.self_attn.q_proj"
 Change = Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]
 
@@ -222,6 +229,7 @@ def _set(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
         ("gptq", _set(f"{Q}.g_idx", lambda t: t - 1), r"q_proj.g_idx' holds -1; expected 0 to 1"),
         ("gptq", _set(f"{Q}.g_idx", lambda t: t[:3].clone()), r"q_proj.g_idx' has shape \[3\]; expected \[64\]"),
         ("gptq", lambda _, config: config.update(bits=3), r"'gptq' \(.*bits 3.*\) is not supported; expected AWQ"),
+        ("gptq", lambda _, config: config.update(dynamic={"+:a": {"bits": 3}}), r"'gptq' \(.*\) is not supported"),
         ("gptq", lambda _, config: config.update(bits="4"), "bits is a text; expected a whole number or null"),
         ("awq", lambda _, config: config.update(version="gemv"), r"version gemv.* is not supported"),
         ("awq", lambda _, config: config.update(quant_method="bitsandbytes"), r"'bitsandbytes'.* is not supported"),

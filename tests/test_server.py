@@ -315,6 +315,7 @@ def test_models_tokenize_health_and_ready(http: httpx.Client, client: openai.Ope
     cut = http.post("/tokenize", content=json.dumps({"prompt": HALF}), headers={"Content-Type": "application/json"})
     assert (cut.status_code, cut.json()["error"]["param"]) == (400, "prompt")
     assert http.get("/health").json() == {"status": "ok"}
+    assert [http.head(path).status_code for path in ("/health", "/ready")] == [200, 200]  # as wget --spider asks
     assert http.get("/ready").json() == {"status": "ready"}
 
 
@@ -429,8 +430,22 @@ CUT = {"type": "function", "name": "f", "parameters": {"title": HALF}}
         ),
         ("responses", {"input": ["a"]}, "input.0", "expected a message, a function_call or"),
         ("responses", {"input": [{"type": "reasoning", "summary": []}]}, "input.0", "expected a message"),
-        ("responses", {"input": [{"type": None}]}, "input.0.message.role", "missing"),
+        ("responses", {"input": [{"type": None}]}, "input.0.role", "missing"),
         ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
+        ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages.0", "content is missing"),
+        (
+            "chat/completions",
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            "expected one of 'text',",
+        ),
+        ("chat/completions", {"response_format": {}}, "response_format.type", "is missing"),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+            "is missing",
+        ),
         ("chat/completions", {"messages": [{"role": "cat"}]}, "messages.0.role", "system"),
         ("chat/completions", {"tools": [TOOL]}, "tools", "names no way of calling tools"),
         ("chat/completions", {"tool_choice": "required"}, "tool_choice", "given without tools"),
@@ -484,6 +499,23 @@ def test_invalid_requests_are_named(http: httpx.Client, content: bytes, status: 
 def test_broken_json_is_answered_with_its_place(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", content=b'{"prompt": "a', headers={"Content-Type": "application/json"})
     assert answer.json()["error"]["message"].endswith("not JSON: Unterminated string starting, after 11 characters")
+
+
+@pytest.mark.parametrize(
+    ("content", "coding", "status", "words"),
+    [
+        (b"[" * 50_000, "Identity", 400, "nested too deeply"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "identity", 400, "a number of too many digits"),
+        (b"anything", "gzip", 415, "the body's Content-Encoding is 'gzip'; send it as it is"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_explained(
+    http: httpx.Client, content: bytes, coding: str, status: int, words: str
+) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": coding}
+    answer = http.post("/v1/completions", content=content, headers=headers)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]["message"]
 
 
 def test_a_body_of_another_content_type_is_named(http: httpx.Client) -> None:

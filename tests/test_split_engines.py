@@ -26,9 +26,8 @@ from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build import build
 from specexport.exporter.engines import compiler
 from specexport.exporter.engines.bundle import compile_bundle
-from specexport.exporter.engines.options import CompileOptions
 from specexport.exporter.engines.source import write_segments, write_source
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import BuildOptions, CompileOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda import nccl
 from specexport.runtime.backends.cuda.memory import Tensor
@@ -37,8 +36,8 @@ from specexport.runtime.backends.onnxruntime import segments
 from specexport.runtime.backends.onnxruntime.segments import open_whole
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN
+from specexport.verify.bundle import check_graphs
 from specexport.verify.engines import runnable
-from specexport.verify.graphs import check_graphs
 from tests.checkpoints import GROUPED, make_checkpoint
 from tests.compiled import compiled
 from tests.manifests import put

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ from specexport.exporter.checkpoints.split import require_split_parity
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends import ranks as runtime_ranks
+from specexport.runtime.backends.ranks import ORPHANED
 from specexport.runtime.speculative import PLAIN
 from tests.checkpoints import GROUPED, make_checkpoint
 from tests.manifests import put
@@ -227,3 +229,10 @@ def test_llm_splits_a_model(built: Built, monkeypatch: pytest.MonkeyPatch, tmp_p
         (split,) = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
     with Engine.load(built("llama", 1, "fp32"), calibrate=False) as engine:
         assert split.outputs[0].token_ids == engine.generate(PROMPTS[0], GREEDY, PLAIN).token_ids
+
+
+def test_a_message_that_the_first_rank_could_not_finish_ends_a_rank_quietly() -> None:
+    words = [sys.executable, "-m", "specexport.runtime.backends.follower"]
+    for message in (b"", pickle.dumps(["a message"])[:-3]):
+        ended = subprocess.run(words, input=message, capture_output=True, check=False)
+        assert (ended.returncode, ended.stderr) == (ORPHANED, b"")

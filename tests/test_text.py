@@ -289,3 +289,15 @@ def test_the_token_that_ends_an_output_may_complete_a_stop_text(tokenizer: Token
             text = "".join([*map(stream.push, tokenizer.encode("hello").ids), stream.end(end), stream.finish()])
             assert text == expected
             assert stream.stopped == (stop[0] != "x<end>")
+
+
+@pytest.mark.parametrize(
+    ("before", "text"),
+    [("hello", " world"), ("hello ", " world"), ("hello<end>", " world"), ("", "world"), ("<end>", "world")],
+)
+def test_the_space_between_prompt_and_output_is_kept(before: str, text: str) -> None:
+    """Sentencepiece's decoders drop one at the beginning of what they decode."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    stream = TextStream(tokenizer, before=tokenizer.encode(before).ids)
+    tokens = tokenizer.encode("world").ids  # with the space that the tokenizer puts before texts
+    assert "".join([*map(stream.push, tokens), stream.finish()]) == text

@@ -177,6 +177,8 @@ VALUES: dict[str, tuple[dict[str, Any], Any]] = {
     "text": ({"type": "string", "description": "any"}, WORDS),
     "kind": ({"enum": ["cat", "a\nb</parameter>"]}, st.sampled_from(["cat", "a\nb</parameter>"])),
     "fixed": ({"const": "x"}, st.just("x")),
+    "perhaps": ({"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}, st.none() | WORDS),
+    "either": ({"type": ["string", "null"], "enum": ["nul", None]}, st.sampled_from(["nul", None])),
     "short": ({"type": "string", "maxLength": 3}, st.text("ab\n", max_size=3)),
     "count": ({"type": "integer"}, st.integers(-99, 99)),
     "mixed": ({"enum": ["one", 1, None]}, st.sampled_from(["one", 1, None])),
@@ -202,7 +204,9 @@ def test_parameters_that_are_written_one_by_one_are_read(
     calling = Calling(QWEN_CODER_FORM, [Function(name="f", parameters=schema)], forced=True, parallel=False)
     values = {key: data.draw(VALUES[key][1]) for key in known if key in used}
     written = {
-        key: value if key in ("text", "kind", "fixed") else json.dumps(value, ensure_ascii=False)
+        key: value
+        if key in ("text", "kind", "fixed", "perhaps", "either") and value is not None
+        else json.dumps(value, ensure_ascii=False)
         for key, value in values.items()
     }
     text = f"<tool_call>\n<function=f>\n{one_by_one(written)}</function>\n</tool_call>"

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specexport.graphs.layers import recorded_states
+from specexport.methods.dflash import DFlashTraining
 from specexport.methods.dflash.export import save_dflash
-from specexport.methods.dflash.spec import DFlashTraining
 from specexport.methods.dflash.train import draft_losses, new_draft, random_anchors
 from specexport.training.data import Windows
 from specexport.training.predictions import Losses, measure_accuracy, weighted_loss

@@ -15,7 +15,7 @@ from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
-from specexport.methods.draft_model.spec import DraftTraining
+from specexport.methods.draft_model import DraftTraining
 from specexport.methods.draft_model.train import train_draft
 from specexport.training.data import seeded
 from specexport.training.distill import (

@@ -17,8 +17,8 @@ from specexport.contract.errors import SpecExportError
 from specexport.exporter.checkpoints.stored import save_head_tensors
 from specexport.graphs.attention import lowering
 from specexport.graphs.layers import recorded_states
+from specexport.methods.eagle3 import Eagle3Training
 from specexport.methods.eagle3.export import read_eagle3, save_eagle3
-from specexport.methods.eagle3.spec import Eagle3Training
 from specexport.methods.eagle3.train import (
     _TrainingTimeTest,
     draft_losses,

@@ -17,9 +17,10 @@ from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.graphs.layers import hidden_and_logits
+from specexport.methods.medusa import MedusaTraining
 from specexport.methods.medusa.export import COMPATIBLE, read_medusa
-from specexport.methods.medusa.spec import MedusaTraining
-from specexport.methods.medusa.train import head_accuracy, head_losses, new_heads, train_medusa
+from specexport.methods.medusa.train import head_losses, new_heads, train_medusa
+from specexport.training.predictions import measure_over_hidden
 from tests.checkpoints import FAMILIES, VOCAB, make_model
 from tests.training import CPU, LANGUAGE, silent, train_over, training_options, windows_of, write_words
 
@@ -55,7 +56,8 @@ def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path: Path
         heads, lambda hidden, batch: head_losses(heads, hidden, batch, lm_head), model, windows,
         tmp_path / "heads.pt", steps=150, batch_size=8, lr=1e-2,
     )  # fmt: skip
-    accuracy = head_accuracy(heads, model, windows, CPU)
+    losses = partial(head_losses, heads, lm_head=lm_head)
+    accuracy = measure_over_hidden(losses, len(heads), model, windows, CPU)
     assert all(row[0] > 0.9 for row in accuracy.ranks), accuracy
     assert all(len(row) == 10 and sum(row) <= 1 + 1e-6 for row in accuracy.ranks)
     assert accuracy.paths[0, 0, 0, 0] > 0.8

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from specexport.cli import main
-from specexport.methods.mlp_speculator.spec import SpeculatorTraining
-from specexport.methods.mlp_speculator.train import new_speculator, stage_accuracy, stage_losses
+from specexport.methods.mlp_speculator import SpeculatorTraining
+from specexport.methods.mlp_speculator.train import new_speculator, stage_losses
+from specexport.training.predictions import measure_over_hidden
 from tests.checkpoints import make_model
 from tests.training import CPU, train_over, training_options, windows_of, write_words
 
@@ -40,7 +41,8 @@ def test_stages_learn_the_next_token(tmp_path: Path, options: Callable[..., Spec
         speculator, partial(stage_losses, speculator), model, windows,
         tmp_path / "stages.pt", steps=120, batch_size=24, lr=5e-3,
     )  # fmt: skip
-    accuracy = stage_accuracy(speculator, model, windows, CPU)
+    losses = partial(stage_losses, speculator)
+    accuracy = measure_over_hidden(losses, len(speculator), model, windows, CPU)
     assert all(sum(row[:2]) > 0.9 for row in accuracy.ranks), accuracy.ranks
     chain = sum(accuracy.paths[(0,) * depth] for depth in (1, 2, 3))
     assert accuracy.chain_length == pytest.approx(1 + chain)

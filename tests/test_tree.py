@@ -132,7 +132,7 @@ def test_inspect_draws_trees(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "nothing.json", "--tree"]) != 0
     assert "no such file" in capsys.readouterr().err
     for flag in ("--hashes", "--json"):
-        assert main(["inspect", "mc_sim_7b_63", "--tree", flag]) == 1
+        assert main(["inspect", "mc_sim_7b_63", "--tree", flag]) == 2
         assert f"{flag} was given with --tree" in capsys.readouterr().err
 
 

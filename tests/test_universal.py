@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
-from specexport.methods.universal_draft.propose import UniversalDraftProposer
+from specexport.methods.universal_draft import UniversalDraftProposer
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import Proposal, Proposer, SlotView
 from specexport.runtime.speculative import PLAIN

@@ -27,8 +27,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import Speculative
 from specexport.tables import show
 from specexport.verify import bundle as module
-from specexport.verify.bundle import Check, VerifyReport, render, verify
-from specexport.verify.graphs import check_graphs
+from specexport.verify.bundle import Check, VerifyReport, check_graphs, render, verify
 from specexport.verify.logits import LIMITS, TokenAgreement, rounds
 from tests.checkpoints import make_checkpoint
 from tests.manifests import cached_as_the_hub_does, put, relist

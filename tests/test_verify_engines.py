@@ -29,7 +29,7 @@ from specexport.contract.reading import read_manifest
 from specexport.exporter.engines import bundle as bundle_module
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.compiler import EngineReport
-from specexport.exporter.engines.options import CompileOptions
+from specexport.exporter.options import CompileOptions
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.bundle import Bundle
 from specexport.verify import bundle as module

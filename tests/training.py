@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from specexport.graphs.layers import hidden_and_logits
-from specexport.methods.dflash.spec import DFlashTraining
+from specexport.methods.dflash import DFlashTraining
 from specexport.methods.dflash.train import train_dflash
-from specexport.methods.eagle3.spec import Eagle3Training
+from specexport.methods.eagle3 import Eagle3Training
 from specexport.methods.eagle3.train import train_eagle3
-from specexport.methods.medusa.spec import MedusaTraining
+from specexport.methods.medusa import MedusaTraining
 from specexport.methods.medusa.train import train_medusa
-from specexport.methods.mlp_speculator.spec import SpeculatorTraining
+from specexport.methods.mlp_speculator import SpeculatorTraining
 from specexport.methods.mlp_speculator.train import train_mlp_speculator
 from specexport.training.data import Windows
 from specexport.training.loop import Log, Loss, Schedule, Trained, adamw, optimizers, train

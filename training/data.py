@@ -95,11 +95,7 @@ class Windows:
         return torch.split(torch.arange(len(self)), size)
 
     def hold_out(self, share: float) -> tuple[Windows, Windows]:
-        """Splits off the last windows, at least one, for evaluation.
-
-        Raises:
-            TrainError: there are fewer than two windows.
-        """
+        """Splits off the last windows, at least one, for evaluation."""
         if len(self) < 2:
             raise TrainError(
                 f"the data fill {len(self)} window of {self.ids.shape[1]} tokens; expected at least 2, of which one is "
@@ -114,11 +110,7 @@ class Windows:
         return Windows(self.ids[rows], self.learn[rows], self.document[rows])
 
     def prompts(self, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """Cuts ``count`` prompts that end right before a token to learn: int64 ``[count,length]``.
-
-        Raises:
-            TrainError: no window has a token to learn after its first ``length`` tokens.
-        """
+        """Cuts ``count`` prompts that end right before a token to learn: int64 ``[count,length]``."""
         possible = self.learn[:, length:]
         usable = possible.any(dim=1).nonzero()[:, 0]
         if not len(usable):

@@ -83,7 +83,6 @@ class Trained:
     """The course of a training.
 
     Attributes:
-        seconds: time spent in all runs.
         history: the step, the running loss and figures, and the result of ``evaluate``, for each checkpoint.
     """
 
@@ -112,9 +111,7 @@ def train(
     Args:
         name: the training's name in the log.
         parameters: the parameters to train, by name; gradients are clipped to a total norm of 1.
-        optimizers: optimizers of these parameters.
         schedule: factor of the optimizers' learning rates.
-        loss_at: returns the loss of a batch.
         checkpoint: the checkpoint's file, which is replaced atomically.
         log: receives a line at each checkpoint.
         evaluate: returns the end of that line.
@@ -229,11 +226,7 @@ def save_tensors(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
-    """Reads a file of :func:`save_tensors`, without running code in it.
-
-    Raises:
-        TrainError: the file cannot be read.
-    """
+    """Reads a file of :func:`save_tensors`, without running code in it."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle and zip errors of many kinds

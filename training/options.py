@@ -76,14 +76,10 @@ class RunOptions(Options, frozen=True, kw_only=True):
 
     @classmethod
     def refusal(cls, message: str, name: str) -> TrainError:
-        return TrainError(message)
+        return TrainError(message, param=name)
 
     def check(self) -> None:
-        """Checks the options as far as possible without the model.
-
-        Raises:
-            TrainError: a file is missing, the output exists, or an option is out of range or would have no effect.
-        """
+        """Checks the options as far as possible without the model."""
         if not self.data:
             raise TrainError("--data: no files; expected text, .jsonl or .json")
         files = [("--data", path) for path in self.data]
@@ -104,11 +100,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
             yield "epochs", "with --steps, which is used instead"
 
     def held_out_share(self) -> float | None:
-        """The share of the data to hold out; None if it is a file.
-
-        Raises:
-            TrainError: the share is out of range.
-        """
+        """The share of the data to hold out; None if it is a file."""
         try:
             share = float(self.held_out)
         except ValueError:
@@ -127,11 +119,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
         return dict(msgspec.json.decode(msgspec.json.encode(self, enc_hook=str)))
 
     def lengths(self, longest: int) -> tuple[int, int]:
-        """The numbers of tokens of a window and of a prompt, for a model with ``longest`` positions.
-
-        Raises:
-            TrainError: the model or the window is too short.
-        """
+        """The numbers of tokens of a window and of a prompt, for a model with ``longest`` positions."""
         window = self.seq_len or min(512, longest)
         within("seq_len", window, 2 * _MIN_CONTINUATION, longest, "the model's max_position_embeddings")
         prompt = self.prompt_len or window // 4
@@ -159,8 +147,9 @@ class StatesDraftTraining(DraftRunOptions, frozen=True, kw_only=True):
     """Options of trainings of drafts that read the target's layer states: EAGLE-3 and DFlash.
 
     Attributes:
-        states: numbers of target layers after which the draft reads the residual stream (default: as in published
-            drafts, 2, L/2 and L - 3 of L layers for EAGLE-3, and evenly spread ones for DFlash).
+        states: numbers of target layers after which the draft reads the residual stream, as many as are given; DFlash
+            takes none below 1 (default: as in published drafts, 2, L/2 and L - 3 of L layers for EAGLE-3, and as many
+            evenly spread ones as it has layers for DFlash).
         self_distill: learn this many texts sampled from the target, half of them greedy, instead of the data, from
             which their prompts are cut.
         intermediate_size: width of the draft's MLPs (default: the target's).
@@ -212,7 +201,7 @@ Report = Iterator[Union["Table", str]]
 
 @dataclass(frozen=True)
 class Training:
-    """A method's command of ``specexport train``: ``TRAINING`` in the method's module ``spec``.
+    """A method's command of ``specexport train``: ``TRAINING`` beside the method's struct.
 
     The method's module ``train`` has a function ``train_<command>``, which takes the options and a log, writes the
     output and returns the record of ``training.json``. Started again with the same options, it resumes an interrupted
@@ -220,8 +209,6 @@ class Training:
 
     Attributes:
         command: the word after ``specexport train``.
-        summary: text for ``--help``.
-        options: the command's flags.
         report: formats a record.
         example: flags of an example besides ``--target``, ``--data`` and ``-o``.
     """
@@ -234,11 +221,7 @@ class Training:
 
 
 def within(name: str, value: float, low: float, high: float, why: str) -> None:
-    """Checks an option against limits given by a model or the data; ``why`` explains ``high``.
-
-    Raises:
-        TrainError: the option is out of range; names the flag.
-    """
+    """Checks an option against limits given by a model or the data; ``why`` explains ``high``."""
     if not low <= value <= high:
         raise TrainError(f"{dashed(name)} is {value}; expected {low} to {high}, {why}")
 

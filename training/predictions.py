@@ -55,7 +55,6 @@ def summed_loss(
         project: maps states ``[N,H]`` to logits ``[N,V]``.
         states: ``[M,H]``.
         labels: the tokens, int64 ``[M]``.
-        vocab: V.
         soft_targets: returns the distributions to learn, ``[N,V]``, given the indices of N rows; by default, the tokens
             are learned.
     """
@@ -96,9 +95,6 @@ def train_over_hidden(
     """Trains a module on the hidden states of a frozen target over the run's windows.
 
     ``losses_of`` takes hidden states after the final norm, ``[B,L,H]``, and a batch; ``seed`` determines the batches.
-
-    Raises:
-        TrainError: the disk has no room for the hidden states, or the checkpoint belongs to another training.
     """
     options, model, place = run.options, run.target.model, run.place
     cached = _cached_hidden(run, run.work / f"hidden-{name}.bin") if options.cache_hidden else None
@@ -145,6 +141,15 @@ def _cached_hidden(run: Run[Any], path: Path) -> torch.Tensor:
             bar.update(len(rows))
     writing.replace(path)
     return states
+
+
+def measure_over_hidden(
+    losses_of: Callable[[torch.Tensor, Windows], Losses], count: int, model: Any, windows: Windows, place: Place
+) -> HeadAccuracy:
+    """:func:`measure_accuracy` of heads or stages; ``losses_of`` is as for :func:`train_over_hidden`."""
+    return measure_accuracy(
+        lambda batch: losses_of(hidden_and_logits(model, batch.ids)[0], batch), count, windows, place
+    )
 
 
 @torch.no_grad()

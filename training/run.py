@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from specexport import __version__
 from specexport.contract.errors import BuildError, TrainError
-from specexport.contract.folders import write_lock, written_beside
+from specexport.contract.folders import write_file, write_lock, written_beside
 from specexport.contract.values import counted
 from specexport.exporter.checkpoints.config import load_causal_lm, read_configs, require_stored
 from specexport.exporter.checkpoints.locate import locate
@@ -73,7 +73,6 @@ class TrainingModel:
         path: the local folder; empty for a new model.
         model: the model in evaluation mode, without dropout; no parameter requires a gradient.
         stored: dtype of the checkpoint's weights.
-        ends: tokens that end a text.
     """
 
     path: Path
@@ -89,11 +88,7 @@ class TrainingModel:
         return int(self.model.config.num_hidden_layers)
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights of the embedding and of the head, ``[V,H]`` each.
-
-        Raises:
-            TrainError: they differ in size.
-        """
+        """The weights of the embedding and of the head, ``[V,H]`` each."""
         table, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
         if table.shape != head.shape:
             raise TrainError(
@@ -116,21 +111,12 @@ class TrainingModel:
 
 
 def load_target(options: RunOptions, *, frozen: bool = True) -> TrainingModel:
-    """Loads the target of a training onto the device of the options; see :func:`load_model`.
-
-    Raises:
-        TrainError: there is no such device.
-    """
+    """Loads the target of a training onto the device of the options; see :func:`load_model`."""
     return load_model(options.target, _choose_place(options), frozen=frozen)
 
 
 def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
-    """Loads a model in float32, or in ``place.frozen_dtype`` if it is ``frozen``, that is, not trained.
-
-    Raises:
-        BuildError: there is no such model.
-        TrainError: it cannot be loaded.
-    """
+    """Loads a model in float32, or in ``place.frozen_dtype`` if it is ``frozen``, that is, not trained."""
     path = locate(source)
     try:
         with quiet():
@@ -183,11 +169,6 @@ class Run(Generic[O]):
     """A training run, from its data to its output folder.
 
     Attributes:
-        target: the model to draft for.
-        window: number of tokens per window.
-        prompt: number of tokens per prompt.
-        windows: the windows to learn.
-        held_out: the windows to evaluate on.
         record: the content of ``training.json``.
     """
 
@@ -342,11 +323,7 @@ def _work_folder(options: RunOptions, settings: Mapping[str, Any], log: Log) -> 
 
 
 def _claim(work: Path, settings: Mapping[str, Any]) -> None:
-    """Makes a folder the work folder of a training, or checks that it is.
-
-    Raises:
-        TrainError: the folder belongs to another training or holds other files.
-    """
+    """Makes a folder the work folder of a training, or checks that it is."""
     path = work / _SETTINGS
     expected = json.loads(json.dumps(settings))
     if path.is_file():
@@ -365,6 +342,4 @@ def _claim(work: Path, settings: Mapping[str, Any]) -> None:
         raise TrainError(f"{work}: exists and is no work folder; choose another with --work")
     else:
         work.mkdir(exist_ok=True)
-        partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_file(path, json.dumps(expected, indent=2).encode() + b"\n")

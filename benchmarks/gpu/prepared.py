@@ -181,8 +181,7 @@ def _fill(to: IO[bytes], tensor: dict[str, Any], random: np.random.Generator) ->
 def _build(name: str, built: Path, models: Path) -> None:
     from specexport.building import progress_bars
     from specexport.exporter.build import build
-    from specexport.exporter.engines.options import CompileOptions
-    from specexport.exporter.options import BuildOptions
+    from specexport.exporter.options import BuildOptions, CompileOptions
 
     options = dict((KINDS | PAIRS)[name])
     if name in PAIRS:

@@ -1,7 +1,7 @@
 """The registry of methods: the entry points of the group ``specexport.methods`` in all installed packages.
 
-An entry point names a subclass of :class:`Method`. The rest of a method is in the neighbouring modules (:func:`part`),
-which no other code imports (``docs/methods.md``).
+An entry point names a subclass of :class:`Method`, which lies in a module with its proposer. The rest of a method
+(:func:`part`) is imported when it is needed, by no other code (``docs/methods.md``).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +22,9 @@ import msgspec
 from specexport.contract.errors import BuildError, SpecExportError, explained
 from specexport.contract.methods.base import (
     BuiltMethod,
+    Flag,
     Method,
+    MethodOptions,
     RankedMethod,
     TextMethod,
     for_bundle,
@@ -31,7 +34,6 @@ from specexport.contract.methods.base import (
     with_draft,
     with_trees,
 )
-from specexport.contract.methods.options import Flag, MethodOptions
 from specexport.contract.plugins import installed, load
 from specexport.contract.tree import TokenTree
 
@@ -51,7 +53,6 @@ __all__ = [  # names of the modules beside this one
 ]
 
 GROUP = "specexport.methods"
-_SPEC = "spec"
 _SPLIT_CONFIG = "draft_tensor_parallel_size"
 _MTP = re.compile(r"[a-z0-9_]+_mtp")
 """vLLM's names for MTP by family: ``deepseek_mtp``, ``glm4_moe_mtp``, ``qwen3_next_mtp``."""
@@ -71,7 +72,8 @@ def method_type(name: str) -> type[Method]:
     """
     if name not in known():
         raise SpecExportError(
-            f"method is {name!r}; expected one of {', '.join(known())}, or install the package that adds it"
+            f"method is {name!r}; expected one of {', '.join(known())}, or install the package that adds it",
+            param="method",
         )
     kind = load(GROUP, name)
     if not isinstance(kind, type) or not issubclass(kind, Method) or method_name(kind) != name:
@@ -95,28 +97,24 @@ def text_methods() -> tuple[type[TextMethod], ...]:
     return tuple(kind for kind in map(method_type, known()) if issubclass(kind, TextMethod))
 
 
-def part(method: Method | MethodOptions | type[Method], name: str, *, inherited: bool = False) -> ModuleType | None:
-    """Imports a module of a method, such as ``propose``, which lies beside ``spec``, the module of its struct.
+def module_of(kind: type) -> ModuleType:
+    """The module of a method's struct, with ``open_proposer`` and, of a method to train, ``TRAINING``."""
+    return sys.modules[kind.__module__]
 
-    A method whose struct is in a module of another name has all its parts there.
 
-    Args:
-        method: the method, its options or its type.
-        name: the module's name.
-        inherited: whether the module of a struct that the method's struct extends will do.
+def part(method: Method | MethodOptions | type[Method], name: str) -> ModuleType | None:
+    """Imports a part of a method, such as ``export``: a module of the package that its struct is in.
+
+    A method whose struct is in a module has all its parts there.
 
     Returns:
         None if there is no such module.
     """
-    kind = method if isinstance(method, type) else type(method)
-    if kind.__module__.rpartition(".")[2] != _SPEC:
-        return importlib.import_module(kind.__module__)
-    for owner in kind.__mro__ if inherited else (kind,):
-        folder, _, module = owner.__module__.rpartition(".")
-        path = f"{folder}.{name}"
-        if module == _SPEC and importlib.util.find_spec(path) is not None:
-            return importlib.import_module(path)
-    return None
+    home = module_of(method if isinstance(method, type) else type(method))
+    if not hasattr(home, "__path__"):
+        return home
+    path = f"{home.__name__}.{name}"
+    return importlib.import_module(path) if importlib.util.find_spec(path) is not None else None
 
 
 def decode_hook(kind: type, content: Any) -> Any:
@@ -139,30 +137,25 @@ SpeculativeConfig = Mapping[str, Any] | MethodOptions | str | Sequence[Mapping[s
 
 
 def read_methods(config: SpeculativeConfig) -> tuple[MethodOptions, ...]:
-    """The methods of a ``speculative_config``.
-
-    Raises:
-        BuildError: see :func:`read_method`.
-    """
+    """The methods of a ``speculative_config``."""
     return tuple(parse_method(entry) if isinstance(entry, str) else read_method(entry) for entry in listed(config))
 
 
 def listed(config: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
-    """The entries of a ``speculative_config``; its JSON is decoded.
-
-    Raises:
-        BuildError: it is not a :data:`SpeculativeConfig`.
-    """
+    """The entries of a ``speculative_config``; its JSON is decoded."""
     if isinstance(config, str) and config.lstrip()[:1] in ("[", "{"):
         try:
             config = json.loads(config)
         except (ValueError, RecursionError) as error:
-            raise BuildError(f"speculative_config: not JSON: {error}") from error
+            raise BuildError(f"speculative_config: not JSON: {error}", param="speculative_config") from error
     several = (config,) if isinstance(config, (str, Mapping, MethodOptions)) else config
     if not isinstance(several, Sequence) or not all(
         isinstance(entry, (str, Mapping, MethodOptions)) for entry in several
     ):
-        raise BuildError(f"speculative_config: {config!r} is not an object with the key method, or a list of them")
+        raise BuildError(
+            f"speculative_config: {config!r} is not an object with the key method, or a list of them",
+            param="speculative_config",
+        )
     return tuple(several)
 
 
@@ -170,9 +163,6 @@ def parse_method(text: str) -> MethodOptions:
     """Parses ``NAME``, ``NAME:VALUE``, ``NAME:key=value,...``, or both: ``medusa:heads/,trees=mc_sim_7b_63``.
 
     VALUE is the value of the method's main key. A repeated key has several values.
-
-    Raises:
-        BuildError: see :func:`read_method`.
     """
     name, _, rest = text.partition(":")
     mapping: dict[str, Any] = {"method": name}

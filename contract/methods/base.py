@@ -1,22 +1,135 @@
-"""The base classes of methods: their entries in the manifest, with their capabilities."""
+"""The base classes of methods: what users ask of them, their entries in the manifest, and their capabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
+from msgspec import Meta
 
-from specexport.contract.methods.advice import Suggestion, TargetProfile
-from specexport.contract.methods.options import DEFAULT_DRAFT_TOKENS, Choices, MethodOptions, SourceKind
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.shapes import CATCH_UP_TOKENS, Size, Strict
 from specexport.contract.signature import GraphSignature
 from specexport.contract.tensors import DRAFT_TOKENS, Tensor
-from specexport.contract.tree import TokenTree
+from specexport.contract.tree import MAX_NODES, TokenTree
+
+Choices = Annotated[tuple[tuple[Annotated[int, Meta(ge=0, lt=MAX_NODES)], ...], ...], Meta(max_length=MAX_NODES)]
+"""A token tree as Medusa choices: for each node but the root, the ranks on the path to it."""
+DraftTokens = Annotated[int, Meta(ge=1, le=32)]
+DEFAULT_DRAFT_TOKENS = 4
+"""Chosen for CPUs, where every node of a step costs time; ``specexport tune tree`` finds a device's best trees."""
+SourceKind = Literal["checkpoint", "folder"]
+"""A model's folder or hub id, or a folder alone."""
 
 
+@dataclass(frozen=True)
+class Flag:
+    """A flag of ``specexport build`` that is short for a method.
+
+    Attributes:
+        name: such as ``--ngram``.
+        key: the method's key that takes the flag's value; None for a flag without a value.
+        metavar: the value's name in ``--help``.
+        const: the value of a flag without one; None if the flag needs a value.
+        claims: other methods' flags that, given together with this one, set keys of this method: the key of each.
+    """
+
+    name: str
+    key: str | None
+    help: str
+    metavar: str | None = None
+    const: str | None = None
+    claims: Mapping[str, str] | None = None
+
+
+class MethodOptions(Strict, frozen=True, kw_only=True, tag_field="method"):
+    """The options of a method: the keys of ``build --method``, of ``speculative_config`` and of a request.
+
+    Attributes:
+        num_speculative_tokens: draft tokens a step; of several the first is the default and requests may choose the
+            others. None for the method's default, and where ``trees`` is given.
+        trees: the trees a step may verify, the default first, each of a different size, so that a request can choose
+            one by its number of draft tokens. A chain of K draft tokens is the tree ``[[0], [0, 0], ...]``.
+    """
+
+    num_speculative_tokens: DraftTokens | tuple[DraftTokens, ...] | None = None
+    trees: tuple[Choices, ...] = ()
+
+    main: ClassVar[str] = "num_speculative_tokens"
+    """The key that VALUE sets in ``--method NAME:VALUE``."""
+    flag: ClassVar[Flag | None] = None
+
+    @property
+    def name(self) -> str:
+        return str(self.__struct_config__.tag)
+
+    def for_target(self, parameters: int) -> Method:
+        """The method for a target with this many parameters, if it needs no checkpoint; else its exporter makes it."""
+        raise NotImplementedError
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of draft tokens that were chosen, the default first; empty if none were."""
+        sizes = self.num_speculative_tokens
+        return () if sizes is None else sizes if isinstance(sizes, tuple) else (sizes,)
+
+
+class CheckpointOptions(MethodOptions, frozen=True, kw_only=True):
+    """Options of a method with its own checkpoint.
+
+    Attributes:
+        model: its folder or hub id.
+    """
+
+    model: str
+
+    main: ClassVar[str] = "model"
+
+
+# --- suggestions before anything is built (``specexport suggest``) ----------------------------------------------------
+Device = Literal["cpu", "gpu"]
+SMALLER = (5.0, 10.0)
+"""How many times smaller than the target a draft should be: a larger draft costs as much as it gains, and a smaller
+one drafts badly."""
+
+
+@dataclass(frozen=True)
+class TargetProfile:
+    """The target that methods are suggested for.
+
+    Attributes:
+        device: where the bundle will run: on a GPU the nodes of a step are nearly free, on a CPU every node costs time.
+        drafts: available smaller models, each with the ratio of the target's size to its own, the best first.
+        has_mtp: whether the target's checkpoint holds a layer that drafts.
+    """
+
+    parameters: int
+    device: Device
+    drafts: tuple[tuple[str, float], ...] = ()
+    has_mtp: bool = False
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A method to build for a target.
+
+    Attributes:
+        settings: the settings to build it with, in words.
+        rank: its place among suggestions; the lowest is the best.
+        flags: flags of ``specexport build``; empty if a model has to be downloaded or trained first.
+    """
+
+    method: str
+    settings: str
+    why: str
+    rank: int
+    flags: tuple[str, ...] = ()
+
+
+# --- methods in bundles -----------------------------------------------------------------------------------------------
 class Method:
     """A method in a bundle and its capabilities, for code that does not know it by name or type.
 
@@ -287,6 +400,9 @@ class TextMethod(MethodOptions, Method, frozen=True, kw_only=True):
         """See :meth:`Method.suggest`; no flags are needed, as every bundle has it."""
         sizes = ",".join(map(str, cls.default_sizes))
         return Suggestion(method_name(cls), f"chains of {sizes}", cls.suits, 3) if cls.suits else None
+
+    def for_target(self, parameters: int) -> Method:
+        return self
 
     def validate_tree(self, tree: TokenTree) -> str | None:
         return not_a_chain(tree)

@@ -11,7 +11,7 @@ embeddings in the prompt of the decoder, an LLM. The transcript is the draft, in
    threshold. With --lossless they stay only if the decoder would have generated them.
 3. From the first rejected token, the decoder generates the rest, with the rest of the draft as a hint.
 
-``prepare`` needs the [export] extra, ``run`` only [cpu]. Without your own checkpoints, the models are tiny and random:
+``prepare`` needs the [export] extra, ``run`` only [cpu]. Without your own checkpoints, the encoder is tiny and random:
 the transcript is meaningless, but all stages run.
 """
 
@@ -37,6 +37,8 @@ BEFORE, AFTER = "Sound: ", "\nTranscript: "
 """The decoder's prompt before and after the sound."""
 DRAFT_TOKENS = (32, 16, 8, 4, 2)
 """Numbers of draft tokens per pass, the largest that a bundle may have first."""
+DECODER = Path(__file__).parents[1] / "models" / "demo-target"
+"""The default decoder, which knows only Python's sources."""
 
 
 # --- hearing ----------------------------------------------------------------------------------------------------------
@@ -58,11 +60,7 @@ class Heard:
 
 
 class Encoder:
-    """The exported encoder, its CTC vocabulary and projector.
-
-    Args:
-        folder: the folder that :func:`prepare` wrote.
-    """
+    """The exported encoder, its CTC vocabulary and projector."""
 
     def __init__(self, folder: Path) -> None:
         self._session = onnxruntime.InferenceSession(str(folder / "encoder.onnx"), providers=["CPUExecutionProvider"])
@@ -92,10 +90,6 @@ class Transcript:
     """A transcript and the figures of each stage.
 
     Attributes:
-        text: the transcript.
-        token_ids: the tokens of the transcript.
-        frames: number of frames of sound.
-        entropy: highest entropy of a frame in nats.
         draft: number of tokens of the draft, its end included.
         unchanged: whether stage 1 accepted the draft.
         passes: number of passes of the decoder in stage 2.
@@ -192,13 +186,13 @@ def chirp(seconds: float = 2.0) -> Floats:
 # --- preparing --------------------------------------------------------------------------------------------------------
 
 
-def prepare(folder: Path, ctc: Path | None = None, decoder: Path | None = None, projector: Path | None = None) -> None:
+def prepare(folder: Path, ctc: Path | None = None, decoder: Path = DECODER, projector: Path | None = None) -> None:
     """Exports the encoder and builds the decoder's bundle.
 
     Args:
         folder: the folder to write ``encoder.onnx``, ``ctc.json`` and ``bundle/`` to.
         ctc: a Wav2Vec2ForCTC checkpoint with its vocab.json; None for a tiny random model.
-        decoder: the checkpoint of a causal LM; None for a tiny random model.
+        decoder: the checkpoint of a causal LM.
         projector: safetensors with ``weight [H,E]`` and ``bias [H]``, from the encoder's E numbers per frame to the
             decoder's H; None for a random projector.
     """
@@ -211,7 +205,7 @@ def prepare(folder: Path, ctc: Path | None = None, decoder: Path | None = None, 
 
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    ctc, decoder = ctc or _tiny_encoder(folder / "ctc"), decoder or _tiny_decoder(folder / "decoder")
+    ctc = ctc or _tiny_encoder(folder / "ctc")
     heard = Wav2Vec2ForCTC.from_pretrained(ctc, attn_implementation="eager").eval()
     width = AutoModelForCausalLM.from_pretrained(decoder).get_input_embeddings().weight.shape[1]
     project = torch.nn.Linear(heard.config.output_hidden_size, width)
@@ -280,40 +274,6 @@ def _tiny_encoder(folder: Path) -> Path:
     return folder
 
 
-def _tiny_decoder(folder: Path) -> Path:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    letters = Tokenizer(models.BPE())
-    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    letters.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=258,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    letters.train_from_iterator([], trainer)
-    config = LlamaConfig(
-        vocab_size=letters.get_vocab_size(),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data.normal_(0, 0.25)
-    model.save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
-    return folder
-
-
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 
@@ -323,7 +283,13 @@ def main(words: list[str] | None = None) -> None:
     making = commands.add_parser("prepare", help="export the encoder and build the decoder's bundle")
     making.add_argument("folder", type=Path, help="folder to write")
     making.add_argument("--ctc", type=Path, metavar="DIR", help="Wav2Vec2ForCTC checkpoint (default: tiny and random)")
-    making.add_argument("--decoder", type=Path, metavar="DIR", help="causal LM's checkpoint (default: tiny and random)")
+    making.add_argument(
+        "--decoder",
+        type=Path,
+        default=DECODER,
+        metavar="DIR",
+        help="causal LM's checkpoint (default: the demo's target)",
+    )
     making.add_argument("--projector", type=Path, metavar="FILE", help="safetensors: weight, bias (default: random)")
     running = commands.add_parser("run", help="transcribe a sound")
     running.add_argument("folder", type=Path, help="folder that prepare has written")

@@ -42,11 +42,16 @@ class _Group(msgspec.Struct):
     weights: _Weights | None = None
 
 
+class _Module(msgspec.Struct):
+    bits: int | None = None
+
+
 class _Config(msgspec.Struct):
     """The fields read from ``quantization_config``; other keys are ignored."""
 
     quant_method: str
     bits: int | None = None
+    dynamic: dict[str, _Module] | None = None
     version: str | None = None
     checkpoint_format: str | None = None
     sym: bool | None = None
@@ -54,6 +59,11 @@ class _Config(msgspec.Struct):
     config_groups: dict[str, _Group] = {}
     transform_config: dict[str, Any] | None = None
     weight_block_size: tuple[Size, Size] | None = None
+
+    @property
+    def all_bits(self) -> set[int]:
+        """The bits of GPTQ's matrices; ``dynamic`` has those of modules that differ, by regular expressions."""
+        return {self.bits or 4, *(module.bits for module in (self.dynamic or {}).values() if module.bits is not None)}
 
     @property
     def blocks(self) -> set[tuple[int, int]]:
@@ -84,8 +94,8 @@ def _format(path: Path, config: _Config) -> tuple[str, Kind]:
         )
     if method == "awq" and bits == 4 and (config.version or "gemm").lower() == "gemm":
         return "AWQ", "int4"
-    if method == "gptq" and bits in (2, 4, 8) and config.checkpoint_format in (None, "gptq", "gptq_v2"):
-        return "GPTQ", "int8" if bits == 8 else "int4"
+    if method == "gptq" and config.all_bits <= {2, 4, 8} and config.checkpoint_format in (None, "gptq", "gptq_v2"):
+        return "GPTQ", "int8" if 8 in config.all_bits else "int4"
     if method == "compressed-tensors":
         groups = config.config_groups.values()
         layouts = {group.format or config.format for group in groups} or {config.format}
@@ -108,7 +118,9 @@ def _format(path: Path, config: _Config) -> tuple[str, Kind]:
 
 
 def _config(path: Path, document: dict[str, Any]) -> _Config | None:
-    settings = document.get(QUANTIZATION)
+    settings, part = document.get(QUANTIZATION), document.get("text_config")
+    if settings is None and isinstance(part, dict):
+        settings = part.get(QUANTIZATION)
     named = isinstance(settings, dict) and "quant_method" in settings
     if isinstance(document.get("quantization"), dict) and not named:
         raise BuildError(f"{path}: quantization: the format of MLX is not supported. {_ORIGINAL}")
@@ -257,10 +269,11 @@ def _awq(parts: _Parts) -> QuantizedTensor:
 
 def _gptq(parts: _Parts, config: _Config) -> QuantizedTensor:
     """GPTQ: words of neighbouring rows; zero points minus one in the first version of the format (AutoGPTQ)."""
-    bits = config.bits or 4
-    per_word = 32 // bits
     words, zeros = parts.take("qweight", "I32", rank=2), parts.take("qzeros", "I32", rank=2)
     scales = parts.take("scales", *_SCALES, rank=2)
+    # The zero points' shape tells which of the bits a matrix has.
+    bits = min(config.all_bits, key=lambda bits: abs(zeros.shape[1] * 32 - words.shape[1] * bits))
+    per_word = 32 // bits
     rows, columns, groups = per_word * words.shape[0], words.shape[1], scales.shape[0]
     index = parts.optional("g_idx", (rows,), *_INDICES)
     fits = groups <= rows if index is not None else rows % groups == 0

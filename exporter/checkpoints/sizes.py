@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specexport.contract.errors import BuildError
-from specexport.exporter.checkpoints.documents import CONFIG, INDEX, SINGLE
+from specexport.exporter.checkpoints.documents import CONFIG, INDEX, SINGLE, read_object
 from specexport.exporter.checkpoints.locate import locate
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -131,6 +131,27 @@ FAMILIES: dict[str, _Family] = {
 
 class UnknownSizesError(Exception):
     """A configuration does not determine all sizes."""
+
+
+_DRAFTS = {"eagle3": "--eagle3", "dflash": "--dflash", "medusa": "--medusa", "mlpspeculator": "--mlp-speculator"}
+"""Words in the architectures of checkpoints that are no whole models, and the flags for these."""
+
+
+def require_whole_model(folder: Path) -> None:
+    """Refuses the checkpoint of a method's draft or heads.
+
+    Raises:
+        BuildError: it is one; names the flag for it.
+    """
+    config = read_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    kinds = [config.get(key) for key in ("architectures", "model_type", "speculators_model_type")]
+    described = str(kinds).lower().replace("_", "")
+    for kind, flag in _DRAFTS.items():
+        if kind in described:
+            raise BuildError(
+                f"{folder / CONFIG}: describes no model of its own, but what another method drafts with; pass the "
+                f"folder with {flag}"
+            )
 
 
 def model_sizes(source: str | Path) -> ModelSizes:

@@ -26,6 +26,14 @@ _PROCESSOR = ("processor_config.json", "chat_template.json")
 """Files with the templates of processors, in order of precedence."""
 _PROBES = ("in 12345 words: I'm a_b;<br>\tÉ 日本.", " two  spaces\n\n")
 """Texts that tokenizers of different kinds split differently."""
+_PREFIXED = {
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    ],
+}
+"""The normalizer of sentencepiece's tokenizers in a ``tokenizer.json``."""
 _NAME = re.compile(r"\w[\w.+-]{0,63}")
 
 
@@ -131,7 +139,7 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, name: str) -> No
         BuildError: they differ; names the first differing token.
     """
     ours, theirs = target.get_vocab(with_added_tokens=True), draft.get_vocab(with_added_tokens=True)
-    if ours == theirs and _pipeline(target) == _pipeline(draft):
+    if ours == theirs and _comparable(target) == _comparable(draft):
         return
     differing = [(index, token) for token, index in ours.items() if theirs.get(token) != index]
     if differing:
@@ -153,6 +161,15 @@ def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
     return {name: parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")} | {
         "merges": parts.get("model", {}).get("merges")
     }
+
+
+def _comparable(tokenizer: Tokenizer) -> dict[str, Any]:
+    """:func:`_pipeline` with one form of sentencepiece's space before texts; transformers and files differ in it."""
+    parts = _pipeline(tokenizer)
+    split = parts["pre_tokenizer"] or {}
+    if parts["normalizer"] is None and split.get("type") == "Metaspace" and split.get("prepend_scheme") != "never":
+        return parts | {"normalizer": _PREFIXED, "pre_tokenizer": None}
+    return parts
 
 
 class _Named(msgspec.Struct):

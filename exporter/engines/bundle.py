@@ -15,7 +15,8 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import with_draft
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.reading import changing, check_files, exchange_manifest, file_entry
-from specexport.exporter.build_state import Progress, during
+from specexport.contract.values import Progress
+from specexport.exporter.build_state import during
 from specexport.exporter.engines.compiler import (
     CompilerLibrary,
     EngineReport,
@@ -23,7 +24,8 @@ from specexport.exporter.engines.compiler import (
     load_library,
     require_collectives,
 )
-from specexport.exporter.engines.options import (
+from specexport.exporter.engines.source import CompileJob, model_jobs, program_jobs, write_segments, write_source
+from specexport.exporter.options import (
     FP8_CAPABILITY,
     Capability,
     CompileOptions,
@@ -32,7 +34,6 @@ from specexport.exporter.engines.options import (
     check_stored,
     dotted,
 )
-from specexport.exporter.engines.source import CompileJob, model_jobs, program_jobs, write_segments, write_source
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,8 @@ def _capabilities(library: CompilerLibrary, options: CompileOptions, stored: set
         if devices and set(devices) != {here}:
             raise BuildError(
                 f"compute_capability is {', '.join(map(dotted, devices))}, but TensorRT compiles only for "
-                f"the device that it runs on, {dotted(here)}; leave it out, or compile on the other device"
+                f"the device that it runs on, {dotted(here)}; leave it out, or compile on the other device",
+                param="compute_capability",
             )
         check_stored(stored, (here,))
         return (here,)
@@ -275,7 +277,8 @@ def _capabilities(library: CompilerLibrary, options: CompileOptions, stored: set
     if unsupported:
         raise BuildError(
             f"compute_capability is {dotted(unsupported[0])}, which TensorRT-RTX {library.version} does not know; it "
-            f"knows {', '.join(map(dotted, supported))}. Use --backend tensorrt on that device, or ONNX Runtime"
+            f"knows {', '.join(map(dotted, supported))}. Use --backend tensorrt on that device, or ONNX Runtime",
+            param="compute_capability",
         )
     check_stored(stored, chosen)
     return tuple(sorted(set(chosen)))

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from specexport.contract import tensors
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
-from specexport.exporter.engines.options import Capability, dotted
+from specexport.exporter.options import Capability, dotted
 
 _MODULES: dict[EngineRuntime, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 _COLLECTIVES: dict[EngineRuntime, str] = {"tensorrt": "TensorRT 11", "tensorrt-rtx": "TensorRT-RTX 1.7"}
@@ -26,11 +26,7 @@ _COLLECTIVES_FROM: Capability = (8, 0)
 
 
 class CompilerLibrary(NamedTuple):
-    """An imported library.
-
-    Attributes:
-        polygraphy: ``polygraphy.backend.trt``, configured for that library.
-    """
+    """An imported library."""
 
     runtime: EngineRuntime
     trt: Any
@@ -70,16 +66,13 @@ def load_library(runtime: EngineRuntime) -> CompilerLibrary:
 
 
 def require_collectives(library: CompilerLibrary, capabilities: Collection[Capability]) -> None:
-    """Checks that a library and devices support the collective layers of a split target.
-
-    Raises:
-        BuildError: they do not; names the versions and devices that do.
-    """
+    """Checks that a library and devices support the collective layers of a split target."""
     if older := sorted(device for device in capabilities if device < _COLLECTIVES_FROM):
         raise BuildError(
             f"compute_capability is {dotted(older[0])}, and the collective layers of a split target need "
             f"{dotted(_COLLECTIVES_FROM)} (Ampere) or higher; compile for other devices, or build without "
-            "--tensor-parallel"
+            "--tensor-parallel",
+            param="compute_capability",
         )
     if not hasattr(library.trt, "IDistCollectiveLayer"):
         raise BuildError(

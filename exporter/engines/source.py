@@ -157,7 +157,6 @@ def write_segments(source: Path, sizes: dict[str, int]) -> list[Path]:
     """Cuts a rank's graph for ONNX Runtime where ranks combine their parts, and writes the segments beside it.
 
     Args:
-        source: a graph of :func:`write_source`.
         sizes: the symbolic dimensions that are the same in every profile.
 
     Raises:

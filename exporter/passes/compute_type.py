@@ -36,14 +36,9 @@ def compute_in(model: ir.Model, narrow: ir.DataType, store: Store, *, narrow_nor
     """Makes a float32 graph without subgraphs compute in ``narrow``, caches included; other inputs stay float32.
 
     Args:
-        model: changed in place.
-        narrow: ``FLOAT16`` or ``BFLOAT16``.
         store: called with each constant that has to be converted.
         narrow_norms: whether norms read and write the narrow type, for backends whose kernels sum in float32 anyway
             (ONNX Runtime's on GPUs); otherwise they compute in float32 between two casts.
-
-    Raises:
-        BuildError: a weight does not fit ``narrow``.
     """
     passes.ShapeInferencePass()(model)
     wide = _WIDE_OPS if narrow_norms else _WIDE_OPS | _NORM_OPS

@@ -19,7 +19,6 @@ def use_fewer_launches(model: ir.Model, sizes: Mapping[str, int]) -> None:
     """Replaces copies with views, gathered elements with gathered rows, and differences of sums with sums.
 
     Args:
-        model: changed in place.
         sizes: the sizes of symbolic dimensions that are the same in every run.
     """
     views = _Views(model.graph, sizes)

@@ -101,7 +101,6 @@ class _Rotation:
 
     Attributes:
         query: the queries before the rotation, ``[B,heads,T,D]``.
-        key: the keys before the rotation, ``[B,Hkv,T,D]``.
         tables: cosines and sines of all positions, ``[S,D/2]`` each.
         interleaved: 1 if the numbers of a rotated pair are neighbours.
     """

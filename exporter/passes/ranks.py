@@ -20,7 +20,6 @@ def cut(model: ir.Model, *, repeat_sizes: bool = False) -> list[ir.Model]:
     Nodes that depend on nothing but weights are in every segment that reads them.
 
     Args:
-        model: changed in place.
         repeat_sizes: also repeat nodes that depend on nothing but sizes of inputs; the host would otherwise send their
             results to the device for every segment.
     """

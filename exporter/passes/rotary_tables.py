@@ -17,7 +17,6 @@ class Tables:
     """Values that depend on tokens' positions, computed for positions 0 to N - 1.
 
     Args:
-        graph: changed in place.
         positions: the values ``[B,T]`` that hold positions.
         count: N.
         name: suffix of the names of the tables' values.

@@ -48,7 +48,6 @@ class _Parts:
 
     Attributes:
         keys: the TensorScatter that writes the keys of new rows to the cache.
-        values: the TensorScatter that writes their values.
         bias: the bias of the scores, ``[B,1,G*T,S+T]``: 0 where a token sees a row.
         total: the sum of both parts, ``[B,Hkv,G*T,D]``.
     """

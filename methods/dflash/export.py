@@ -31,12 +31,12 @@ from specexport.exporter.checkpoints.sizes import ModelSizes
 from specexport.exporter.checkpoints.stored import save_head_tensors
 from specexport.exporter.method import MetaDraft
 from specexport.graphs.attention import lowering
+from specexport.methods.dflash import MAX_BLOCK, DFlash, DFlashOptions, block_inputs
 from specexport.methods.dflash.graph import BlockSettings, DFlashDraft, DFlashModule, block_lowering
-from specexport.methods.dflash.spec import MAX_BLOCK, DFlash, DFlashOptions, block_inputs
 from specexport.methods.hidden_states.checkpoint import (
     EMBEDDING,
     HEAD,
-    CheckpointOutline,
+    DraftOutline,
     Layer,
     States,
     layer_config,
@@ -81,7 +81,7 @@ class _Config(_Drafting, kw_only=True):
 
 
 @dataclass(frozen=True)
-class DFlashOutline(BlockSettings, CheckpointOutline):
+class DFlashOutline(BlockSettings, DraftOutline):
     """A DFlash checkpoint's configuration."""
 
     what: ClassVar[str] = (
@@ -104,11 +104,7 @@ class DFlashOutline(BlockSettings, CheckpointOutline):
 
 
 def read_dflash(source: str) -> DFlashOutline:
-    """Reads a draft's configuration from a folder or hub id, without its weights.
-
-    Raises:
-        BuildError: a field is missing, malformed or unsupported; names the file and the field.
-    """
+    """Reads a draft's configuration from a folder or hub id, without its weights."""
     layer, of_speculators, fields = read_draft(source, "dflash", "a DFlash draft")
     path = fields["path"] / CONFIG
     config = read_config(path, _Config, "a DFlash draft")

@@ -34,10 +34,7 @@ class BlockSettings:
 
     Attributes:
         block_size: number of tokens of the longest block, including its root.
-        mask_token: the token that marks a position to draft.
         causal: for each layer, whether a block's row sees only itself and the rows before it.
-        embedding_scale: factor of the embeddings.
-        logit_scale: factor of the logits.
         logit_softcap: bound of the scaled logits, by tanh; None for no bound.
     """
 
@@ -170,10 +167,7 @@ def block_lowering(
 
     Args:
         causal: see :class:`BlockSettings`.
-        past: the caches.
         past_length: int64 ``[B]``; see :class:`DFlashModule` for this and the following.
-        last_row: int64 ``[B]``.
-        block_rows: int64 ``[B]``.
         T: number of new rows of the context.
         rows: number of rows of each block, including padding.
 
@@ -227,7 +221,7 @@ class DFlashModule(torch.nn.Module):
         sampling: list[torch.Tensor],
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Drafts K tokens in every slot; see ``block_inputs`` in ``spec.py``.
+        """Drafts K tokens in every slot; see ``block_inputs``.
 
         Returns:
             ``(token [K,B], ids [K,B,M], probs [K,B,M], caches...)`` with the target's token ids. The portable lowering

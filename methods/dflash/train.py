@@ -8,9 +8,9 @@ import torch
 from transformers import Qwen3Config
 
 from specexport.graphs.attention import lowering
+from specexport.methods.dflash import DFlashTraining
 from specexport.methods.dflash.export import DFlashOutline, read_dflash, save_dflash
 from specexport.methods.dflash.graph import BlockSettings, DFlashDraft, each_layer
-from specexport.methods.dflash.spec import DFlashTraining
 from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows, seeded
 from specexport.training.loop import Log
@@ -59,9 +59,6 @@ def new_draft(options: DFlashTraining, target: TrainingModel, states: tuple[int,
     """A new draft with the attention heads of a target, initialized from torch's global generator.
 
     Its embedding and head are the target's and are not trained.
-
-    Raises:
-        TrainError: the target's embedding and head differ in size.
     """
     table, head = target.tables()
     vocab, hidden = head.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,13 +22,13 @@ from specexport.exporter.checkpoints.checkpoint import (
     reference_logits,
 )
 from specexport.exporter.checkpoints.config import read_model_config
-from specexport.exporter.checkpoints.documents import CONFIG, read_object
 from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.sizes import require_whole_model
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
-from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification, vocabulary
+from specexport.exporter.method import Array, MethodExporter, TargetInfo, Verification, vocabulary
 from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
-from specexport.methods.draft_model.spec import ChainDraft, DraftModel, DraftModelOptions
+from specexport.methods.draft_model import ChainDraft, DraftModel, DraftModelOptions
 
 
 class DraftModelExporter(MethodExporter[DraftModelOptions, DraftModel]):
@@ -46,27 +47,15 @@ class DraftModelExporter(MethodExporter[DraftModelOptions, DraftModel]):
         model = write_propose_graph(method, draft, vocab, build)
         return msgspec.structs.replace(method, candidates=min(MAX_CANDIDATES, vocab), draft=model, model=model.source)
 
-    def compare(self, method: DraftModel, run: Verification) -> tuple[str, Agreement] | None:
+    def compare(self, method: DraftModel, run: Verification) -> Iterator[tuple[Array, Array]]:
         vocab = vocabulary(run.bundle.manifest, method.written_draft)
         return compare_chain(method, run, run.source(method), run.texts, vocab)
-
-
-_OTHERS = {"eagle3": "--eagle3", "dflash": "--dflash", "medusa": "--medusa", "mlpspeculator": "--mlp-speculator"}
-"""Words in the architectures of other methods' checkpoints, and the flags for these."""
 
 
 def require_tokenizer(source: str, tokenizer: Tokenizer) -> None:
     """Refuses another method's checkpoint, and a draft whose tokenizer differs from the target's."""
     path = locate(source)
-    config = read_object(path / CONFIG) if (path / CONFIG).is_file() else {}
-    kinds = [config.get(key) for key in ("architectures", "model_type", "speculators_model_type")]
-    described = str(kinds).lower().replace("_", "")
-    for kind, flag in _OTHERS.items():
-        if kind in described:
-            raise BuildError(
-                f"{path / CONFIG}: describes no model of its own, but what another method drafts with; pass the folder "
-                f"with {flag}"
-            )
+    require_whole_model(path)
     require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, source)
 
 
@@ -125,22 +114,16 @@ def compare_chain(
     texts: list[list[int]],
     vocab: int,
     layers: int | None = None,
-) -> tuple[str, Agreement] | None:
+) -> Iterator[tuple[Array, Array]]:
     """Checks that each draft token is the most probable one after those before it, by the model in ``checkpoint``.
 
     ``vocab`` is the number of tokens that may be proposed, ``layers`` how many of the model's first layers draft; None
     for all. See :meth:`MethodExporter.compare`.
     """
-    draft = method.written_draft
-    drafts = run.drafted(method, texts)
-    if not drafts:
-        return None
-    model = load_reference(checkpoint, draft, layers)
-    agreement = run.agreement(draft.precision.weights)
+    drafts, model = run.drafted(method, texts), load_reference(checkpoint, method.written_draft, layers)
     for text, drafted in drafts:
         tokens = clamp_tokens([*text, *drafted[:-1]], model)
-        agreement.count(reference_logits(model, tokens)[len(text) - 1 :, :vocab], np.array(drafted))
-    return "the draft graph proposes the draft model's own token", agreement
+        yield reference_logits(model, tokens)[len(text) - 1 :, :vocab], np.array(drafted)
 
 
 EXPORTER = DraftModelExporter()

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
-from specexport.methods.draft_model.spec import DraftTraining
+from specexport.methods.draft_model import DraftTraining
 from specexport.training.data import Windows, sampled_windows, seeded
 from specexport.training.distill import (
     acceptance_length,

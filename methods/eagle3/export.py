@@ -17,14 +17,14 @@ import torch
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.stored import save_head_tensors
+from specexport.methods.eagle3 import Eagle3, Eagle3Options
 from specexport.methods.eagle3.graph import Eagle3Draft
-from specexport.methods.eagle3.spec import Eagle3, Eagle3Options
 from specexport.methods.hidden_states.checkpoint import (
     D2T,
     EMBEDDING,
     HEAD,
     T2D,
-    CheckpointOutline,
+    DraftOutline,
     States,
     layer_config,
     read_draft,
@@ -59,7 +59,7 @@ class _Config(_Switches, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Eagle3Outline(CheckpointOutline):
+class Eagle3Outline(DraftOutline):
     """An EAGLE-3 checkpoint's configuration.
 
     Attributes:
@@ -90,11 +90,7 @@ class Eagle3Outline(CheckpointOutline):
 
 
 def read_eagle3(source: str) -> Eagle3Outline:
-    """Reads a draft's configuration from a folder or hub id, without its weights.
-
-    Raises:
-        BuildError: a field is missing, malformed or unsupported; names the file and the field.
-    """
+    """Reads a draft's configuration from a folder or hub id, without its weights."""
     layer, _, fields = read_draft(source, "eagle3", "an EAGLE-3 draft")
     path = fields["path"] / CONFIG
     config = read_config(path, _Config, "an EAGLE-3 draft")

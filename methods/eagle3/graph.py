@@ -28,9 +28,7 @@ class Eagle3Draft(OwnStateModule):
 
     Args:
         config: the layers' configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
-        target_hidden: the target's hidden size.
         states: number of the target's states that it reads.
-        draft_vocab: number of tokens that it may propose.
         norm_before_residual: whether the first layer's residual is the normed state.
         norm_before_fc: whether there is one norm over all of the target's states (``input_norm``).
         fc_norm: whether there is a norm for the states of each layer (EAGLE-3.1).

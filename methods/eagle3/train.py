@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 
 from specexport.contract.errors import TrainError
 from specexport.graphs.attention import AttentionCall, lowering
+from specexport.methods.eagle3 import Eagle3Training
 from specexport.methods.eagle3.export import Eagle3Outline, read_eagle3, save_eagle3
 from specexport.methods.eagle3.graph import Eagle3Draft
-from specexport.methods.eagle3.spec import Eagle3Training
 from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows
 from specexport.training.loop import Log
@@ -57,9 +57,6 @@ def new_draft(options: Eagle3Training, target: TrainingModel, states: tuple[int,
 
     Its embedding is the target's and is not trained. Its head begins as the target's, or stays the target's. A smaller
     vocabulary consists of the tokens to learn that are most frequent in the windows.
-
-    Raises:
-        TrainError: the target's embedding and head differ in size.
     """
     table, head = target.tables()
     vocab, hidden = head.shape
@@ -80,10 +77,6 @@ def initial_draft(options: Eagle3Training, target: TrainingModel) -> tuple[Eagle
     """The draft to start from, and the numbers of layers after which it reads the target's states.
 
     A narrower MLP keeps the units whose three weight rows have the largest product of norms.
-
-    Raises:
-        BuildError: there is no draft, or it does not fit this target.
-        TrainError: drafts of its kind cannot be written, or its MLP is narrower than requested.
     """
     (table, head), outline = target.tables(), read_eagle3(str(options.draft))
     outline.require_fit(hidden=head.shape[1], vocab=head.shape[0], layers=target.layers)

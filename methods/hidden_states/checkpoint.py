@@ -32,7 +32,7 @@ from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors, require_tensors, shapes_of
 from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.rotary import freeze_frequencies
-from specexport.methods.hidden_states.spec import MAX_STATES
+from specexport.methods.hidden_states import MAX_STATES
 
 CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 """Configuration classes by ``model_type``."""
@@ -91,9 +91,6 @@ def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool,
     Returns:
         The configuration of the layers; whether it has the layout of the ``speculators`` library; and the fields of
         :class:`CheckpointOutline` that all such drafts share.
-
-    Raises:
-        BuildError: a field is missing or malformed; names the file and the field.
     """
     folder = locate(source)
     path = folder / CONFIG
@@ -119,10 +116,11 @@ class DraftOutline(ABC):
     """A draft's configuration, without its weights.
 
     Attributes:
-        layer: transformers' configuration of the layers.
         vocab: vocabulary size of the target that it was trained for.
         draft_vocab: number of tokens that it may propose.
         target_hidden: hidden size of the target that it was trained for.
+        states: the numbers of layers after which it reads the target's residual stream; None for the default.
+        tied: whether its head consists of rows of its embedding.
     """
 
     path: Path
@@ -130,6 +128,30 @@ class DraftOutline(ABC):
     vocab: int
     draft_vocab: int
     target_hidden: int
+    states: tuple[int, ...] | None
+    tied: bool
+
+    what: ClassVar[str]
+    """The expected kind of draft, for error messages, with examples of tensors' names."""
+    keys: ClassVar[str] = ""
+    """The configuration fields that ``states`` comes from."""
+
+    @staticmethod
+    @abstractmethod
+    def default_states(draft_layers: int, layers: int) -> tuple[int, ...]:
+        """The default ``states`` of a draft with ``draft_layers`` layers, for a target with ``layers`` layers."""
+
+    @abstractmethod
+    def make(self, layers: int) -> Any:
+        """A draft of these sizes for a target with ``layers`` layers, on torch's meta device.
+
+        It has ``embed_tokens``, ``lm_head``, ``rotary_emb`` and ``target_ids``.
+        """
+
+    @property
+    def prefixes(self) -> Mapping[str, str]:
+        """Prefixes of stored names, with the corresponding prefixes in the draft's modules."""
+        return {}
 
     def cache(self, draft: Any) -> tuple[CacheLayer, ...]:
         """The cache of each layer: heads, and sizes of keys and values."""
@@ -137,32 +159,40 @@ class DraftOutline(ABC):
         row = CacheLayer(heads=self.layer.num_key_value_heads, key_size=size, value_size=size)
         return (row,) * int(self.layer.num_hidden_layers)
 
-    @abstractmethod
     def seen(self, layers: int) -> tuple[int, ...]:
-        """The numbers of layers after which it reads the residual stream of a target with ``layers`` layers.
+        """The numbers of layers after which it reads the residual stream of a target with ``layers`` layers."""
+        seen = self.default_states(self.layer.num_hidden_layers, layers) if self.states is None else self.states
+        if not all(0 <= count <= layers for count in seen):
+            raise BuildError(
+                f"{self.path / CONFIG}: the draft sees states after {list(seen)} layers "
+                f"({'as none are named' if self.states is None else self.keys}), but the target has {layers}; this "
+                "draft was trained for another model"
+            )
+        return seen
 
-        Raises:
-            BuildError: the target has too few layers.
-        """
+    def stored(self) -> dict[str, StoredTensor]:
+        """The stored tensors by the names of the draft's modules."""
+        stored: dict[str, StoredTensor] = {}
+        path = self.path / CONFIG
+        for tensor in dequantize_tensors(path, read_object(path), head_tensors(self.path)):
+            name = tensor.name.removeprefix("model.")
+            for start, to in self.prefixes.items():
+                name = to + name.removeprefix(start) if name.startswith(start) else name
+            if name.endswith(_IGNORED):
+                continue
+            if name in stored:
+                raise BuildError(
+                    f"{self.path}: tensors {stored[name].name!r} and {tensor.name!r} are the same part; expected one"
+                )
+            stored[name] = tensor
+        return stored
 
-    @abstractmethod
-    def make(self, layers: int) -> Any:
-        """A draft of these sizes for a target with ``layers`` layers, on torch's meta device."""
+    def parts(
+        self, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]
+    ) -> dict[str, tuple[int, ...]]:
+        """The tensors that a tensor of the draft is stored as, one behind the other, with their shapes."""
+        return {name: shape}
 
-    @property
-    def prefixes(self) -> Mapping[str, str]:
-        """Prefixes of stored names, with the corresponding prefixes in the draft's modules."""
-        return {}
-
-    @abstractmethod
-    def parts(self) -> dict[str, StoredTensor]:
-        """The stored tensors by the names of the draft's modules.
-
-        Raises:
-            BuildError: two tensors have the same name, or parts of a quantized matrix do not match; names them.
-        """
-
-    @abstractmethod
     def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
         """Checks a draft, by its files' headers, against a target's hidden size, vocabulary and number of layers.
 
@@ -170,8 +200,36 @@ class DraftOutline(ABC):
             BuildError: a tensor is missing, unknown, or of another shape or type, or the draft was trained for another
                 target; names the file and the tensor or field.
         """
+        for field, value, expected in (
+            ("target_hidden_size", self.target_hidden, hidden),
+            ("vocab_size", self.vocab, vocab),
+        ):
+            if value != expected:
+                raise BuildError(
+                    f"{self.path / CONFIG}: {field} is {value}, and the target's is {expected}; this draft was trained "
+                    "for another model"
+                )
+        stored, shapes = self.stored(), dict[str, tuple[int, ...]]()
+        for name, shape in shapes_of(self.make(layers)).items():
+            shapes |= self.parts(name, shape, stored)
+        maps = {D2T: (self.draft_vocab,), T2D: (self.vocab,)}
+        # The target has tensors that may be left out.
+        shared = {EMBEDDING, HEAD} if self.layer.hidden_size == hidden else {HEAD} if self.tied else set()
+        optional = {T2D, *shared} if self.draft_vocab != self.vocab else {*maps, *shared}
 
-    @abstractmethod
+        def spelled(name: str) -> str:
+            others = (start + name.removeprefix(to) for start, to in self.prefixes.items() if name.startswith(to))
+            return " or ".join(map(repr, (name, *others)))
+
+        require_tensors(self.path, stored, {**shapes, **maps}, self.what, optional, spelled)
+        for name in stored.keys() - maps:
+            if not stored[name].floating:
+                raise BuildError(
+                    f"{self.path}: tensor {stored[name].name!r} holds no floating-point numbers; expected weights, or "
+                    f"a quantization_config in {CONFIG}"
+                )
+        self._target_ids(stored)
+
     def load(self, target: Path, layers: int, positions: int) -> Any:
         """Loads a draft that has passed :meth:`require_fit`, in fp32 and evaluation mode.
 
@@ -181,33 +239,24 @@ class DraftOutline(ABC):
         Raises:
             BuildError: numbers are not finite, or the target lacks a shared tensor; names the tensor.
         """
-
-    def _require_parts(
-        self,
-        stored: Mapping[str, StoredTensor],
-        shapes: Mapping[str, tuple[int, ...]],
-        shared: AbstractSet[str],
-        description: str,
-    ) -> None:
-        """Checks the draft's tensors; see :func:`~specexport.exporter.checkpoints.stored.require_tensors`.
-
-        Tensors in ``shared`` may be left out, as the target has them; ``description`` is for error messages.
-        """
-        maps = {D2T: (self.draft_vocab,), T2D: (self.vocab,)}
-        optional = {T2D, *shared} if self.draft_vocab != self.vocab else {*maps, *shared}
-
-        def spelled(name: str) -> str:
-            others = (start + name.removeprefix(to) for start, to in self.prefixes.items() if name.startswith(to))
-            return " or ".join(map(repr, (name, *others)))
-
-        require_tensors(self.path, stored, {**shapes, **maps}, description, optional, spelled)
-        for name in stored.keys() - maps:
-            if not stored[name].floating:
-                raise BuildError(
-                    f"{self.path}: tensor {stored[name].name!r} holds no floating-point numbers; expected weights, or "
-                    f"a quantization_config in {CONFIG}"
-                )
-        self._target_ids(stored)
+        draft, stored = self.make(layers), self.stored()
+        ids = self._target_ids(stored)
+        state: dict[str, torch.Tensor] = {}
+        for name, shape in shapes_of(draft).items():
+            parts = [stored[part].finite(self.path) for part in self.parts(name, shape, stored) if part in stored]
+            if parts:
+                state[name] = parts[0] if len(parts) == 1 else torch.cat(parts).reshape(shape)
+        if EMBEDDING not in state:
+            state[EMBEDDING] = self._table(target, EMBEDDING)
+        if HEAD not in state:
+            rows = state[EMBEDDING] if self.tied else self._table(target, HEAD)
+            state[HEAD] = rows if ids is None else rows[ids]
+        draft.load_state_dict(state, assign=True)
+        # Recreated off the meta device, as its buffers are computed rather than stored.
+        draft.rotary_emb = type(draft.rotary_emb)(self.layer)
+        draft.target_ids = ids
+        freeze_frequencies(draft, positions)
+        return draft.eval().requires_grad_(False)
 
     def _target_ids(self, stored: Mapping[str, StoredTensor]) -> torch.Tensor | None:
         """The target's ids of the draft's tokens, int64 ``[draft_vocab]``; None if the vocabularies are the same."""
@@ -228,28 +277,6 @@ class DraftOutline(ABC):
                 raise BuildError(f"{self.path}: tensor {T2D!r} is not a boolean mask of the tokens in {D2T!r}")
         return ids
 
-    def _fill(
-        self, draft: Any, stored: Mapping[str, StoredTensor], target: Path, positions: int, *, tied: bool = False
-    ) -> Any:
-        """Loads the weights of a draft that is on torch's meta device; see :meth:`load`.
-
-        The draft has ``embed_tokens``, ``lm_head``, ``rotary_emb`` and ``target_ids``. With ``tied`` its head consists
-        of rows of its embedding.
-        """
-        ids = self._target_ids(stored)
-        state = {name: stored[name].finite(self.path) for name in draft.state_dict() if name in stored}
-        if EMBEDDING not in state:
-            state[EMBEDDING] = self._table(target, EMBEDDING)
-        if HEAD not in state:
-            rows = state[EMBEDDING] if tied else self._table(target, HEAD)
-            state[HEAD] = rows if ids is None else rows[ids]
-        draft.load_state_dict(state, assign=True)
-        # Recreated off the meta device, as its buffers are computed rather than stored.
-        draft.rotary_emb = type(draft.rotary_emb)(self.layer)
-        draft.target_ids = ids
-        freeze_frequencies(draft, positions)
-        return draft.eval().requires_grad_(False)
-
     def _table(self, target: Path, name: str) -> torch.Tensor:
         """The target's embedding or head, for a draft that lacks its own."""
         tensor = stored_table(target, head=name == HEAD)
@@ -262,80 +289,12 @@ class DraftOutline(ABC):
         return tensor.finite(target)
 
 
-@dataclass(frozen=True)
-class CheckpointOutline(DraftOutline):
-    """The configuration of a draft in a separate checkpoint.
-
-    Attributes:
-        states: the numbers of layers after which it reads the target's residual stream; None for the default.
-        tied: whether its head consists of rows of its embedding.
-    """
-
-    states: tuple[int, ...] | None
-    tied: bool
-
-    what: ClassVar[str]
-    """The expected kind of draft, for error messages, with examples of tensors' names."""
-    keys: ClassVar[str]
-    """The configuration fields that ``states`` comes from."""
-
-    @staticmethod
-    @abstractmethod
-    def default_states(draft_layers: int, layers: int) -> tuple[int, ...]:
-        """The default ``states`` of a draft with ``draft_layers`` layers, for a target with ``layers`` layers."""
-
-    def seen(self, layers: int) -> tuple[int, ...]:
-        seen = self.default_states(self.layer.num_hidden_layers, layers) if self.states is None else self.states
-        if not all(0 <= count <= layers for count in seen):
-            raise BuildError(
-                f"{self.path / CONFIG}: the draft sees states after {list(seen)} layers "
-                f"({'as none are named' if self.states is None else self.keys}), but the target has {layers}; this "
-                "draft was trained for another model"
-            )
-        return seen
-
-    def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
-        for field, value, expected in (
-            ("target_hidden_size", self.target_hidden, hidden),
-            ("vocab_size", self.vocab, vocab),
-        ):
-            if value != expected:
-                raise BuildError(
-                    f"{self.path / CONFIG}: {field} is {value}, and the target's is {expected}; this draft was trained "
-                    "for another model"
-                )
-        shared = {EMBEDDING, HEAD} if self.layer.hidden_size == hidden else {HEAD} if self.tied else set()
-        self._require_parts(self.parts(), shapes_of(self.make(layers)), shared, self.what)
-
-    def load(self, target: Path, layers: int, positions: int) -> Any:
-        return self._fill(self.make(layers), self.parts(), target, positions, tied=self.tied)
-
-    def parts(self) -> dict[str, StoredTensor]:
-        parts: dict[str, StoredTensor] = {}
-        path = self.path / CONFIG
-        for tensor in dequantize_tensors(path, read_object(path), head_tensors(self.path)):
-            name = tensor.name.removeprefix("model.")
-            for start, to in self.prefixes.items():
-                name = to + name.removeprefix(start) if name.startswith(start) else name
-            if name.endswith(_IGNORED):
-                continue
-            if name in parts:
-                raise BuildError(
-                    f"{self.path}: tensors {parts[name].name!r} and {tensor.name!r} are the same part; expected one"
-                )
-            parts[name] = tensor
-        return parts
-
-
 def layer_config(
     path: Path, layer: Layer, kinds: AbstractSet[str] = CONFIGS.keys(), built_as: str | None = None
 ) -> Any:
     """Converts the configuration of layers to transformers' configuration.
 
     ``kinds`` are the supported values of ``model_type``; ``built_as`` is used instead of the file's.
-
-    Raises:
-        BuildError: the kind is unsupported, or transformers refuses the configuration; names the file.
     """
     if layer.model_type not in kinds:
         raise BuildError(f"{path}: model_type is {layer.model_type!r}; expected one of {', '.join(sorted(kinds))}")

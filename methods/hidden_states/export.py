@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,14 +22,14 @@ from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_referenc
 from specexport.exporter.checkpoints.config import sizes_of
 from specexport.exporter.checkpoints.sizes import ModelSizes
 from specexport.exporter.compose import propose_graph
-from specexport.exporter.method import Agreement, MetaDraft, MethodExporter, TargetInfo, Verification
+from specexport.exporter.method import Array, MetaDraft, MethodExporter, TargetInfo, Verification
 from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
 from specexport.graphs.propose import MAX_CANDIDATES
+from specexport.methods.hidden_states import OwnStateDraft, StatesDraft, StatesDraftOptions, own_state_inputs
 from specexport.methods.hidden_states.checkpoint import load_draft
 from specexport.methods.hidden_states.graph import OwnStateModule, OwnStatePass, OwnStateStart
-from specexport.methods.hidden_states.spec import OwnStateDraft, StatesDraft, StatesDraftOptions, own_state_inputs
 
 P = TypeVar("P", bound=StatesDraftOptions)
 S = TypeVar("S", bound=StatesDraft)
@@ -58,10 +58,8 @@ class StatesDraftExporter(MethodExporter[P, S]):
         """The draft's logits ``[draft_vocab]`` for each drafted token, computed without a cache.
 
         Args:
-            draft: the draft as a model.
             text: N tokens.
             states: the target's states at all tokens but the last, ``[1,N-1,n*H]``.
-            drafted: the tokens that were drafted after the text.
         """
 
     # --- the build ----------------------------------------------------------------------------------------------------
@@ -109,16 +107,15 @@ class StatesDraftExporter(MethodExporter[P, S]):
         return MetaDraft(f"{source}, {options.name}", meta)
 
     # --- verify -------------------------------------------------------------------------------------------------------
-    def compare(self, method: S, run: Verification) -> tuple[str, Agreement] | None:
+    def compare(self, method: S, run: Verification) -> Iterator[tuple[Array, Array]]:
         """See :class:`MethodExporter`; each token must be the original draft's choice when it reads the whole text."""
-        manifest, model = run.bundle.manifest, method.written_draft
+        manifest = run.bundle.manifest
         target = run.source(None)
         source = run.source(method) if method.sources else target
         recorded = run.recorded(method)
         outline, positions = self.read(str(source)), manifest.target.max_positions
         original = load_reference(target, manifest.target)
         draft = load_draft(outline, target, positions, family=method.role, source=str(source))
-        agreement = run.agreement(manifest.target.precision.weights, model.precision.weights)
         ids = torch.arange(outline.draft_vocab) if draft.model.target_ids is None else draft.model.target_ids
         for text, drafted in recorded:
             with recorded_states(original, method.states) as by_layer:
@@ -127,8 +124,7 @@ class StatesDraftExporter(MethodExporter[P, S]):
             with torch.no_grad():
                 expected = torch.stack(list(self.reference_logits(draft, text, states, drafted.tolist())))
             chosen = (ids[None, :] == torch.from_numpy(drafted)[:, None]).int().argmax(1)
-            agreement.count(expected.numpy(), chosen.numpy())
-        return "the draft's graph proposes the original draft's own token", agreement
+            yield expected.numpy(), chosen.numpy()
 
 
 class OwnStateExporter(StatesDraftExporter[P, O]):

@@ -20,9 +20,6 @@ class OwnStateModule(torch.nn.Module, ABC):
     """Base of the torch modules of such drafts.
 
     Attributes:
-        embed_tokens: embedding of the input tokens.
-        layers: transformers' decoder layers.
-        lm_head: projection to the draft's logits.
         states_width: width of the target's concatenated states.
         hidden: H, width of the draft's state.
         target_ids: int64 ``[draft_vocab]``, the target's ids of the draft's tokens; None if ids are the same.

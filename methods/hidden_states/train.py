@@ -37,17 +37,12 @@ def train_and_write(
     """Trains the parameters of a draft that require a gradient, measures it over held-out windows, and writes it.
 
     Args:
-        run: the training run.
-        draft: the draft, for the run's target.
         outer: see :func:`~specexport.training.loop.optimizers`.
         losses_of: computes the losses of a batch, given its number; None when the draft is measured.
         count: number of drafted tokens.
         save: writes the draft into a folder, which is read again as a check.
         read: reads the written draft's configuration.
         watch: whether to measure the draft on a few held-out windows at every checkpoint, too.
-
-    Raises:
-        BuildError: the written draft does not fit the target.
     """
     options, target = run.options, run.target
     parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
@@ -82,19 +77,20 @@ def frozen(weight: torch.Tensor) -> torch.nn.Parameter:
 
 
 def checked_states(states: Sequence[int] | None, default: Sequence[int], layers: int) -> tuple[int, ...]:
-    """The numbers of layers after which a draft reads the residual stream of a target with ``layers`` layers.
-
-    Raises:
-        TrainError: a number exceeds the target's layers, or occurs twice.
-    """
+    """The numbers of layers after which a draft reads the residual stream of a target with ``layers`` layers."""
     chosen = default if states is None else states
     if not all(0 <= count <= layers for count in chosen) or len(set(chosen)) != len(chosen):
         reason = " by default, as the target has few layers" if states is None else ""
         raise TrainError(
-            f"--states is {' '.join(map(str, chosen))}{reason}; expected different numbers of layers, from 0 to the "
-            f"target's {layers}"
+            f"--states is {' '.join(map(str, chosen))}{reason}; expected one number of layers or several different "
+            f"ones, from 0 to the target's {layers}, such as --states {' '.join(map(str, _some(layers)))}"
         )
     return tuple(chosen)
+
+
+def _some(layers: int) -> tuple[int, ...]:
+    """A third, two thirds and all but one of the layers; fewer of a target with few layers."""
+    return tuple(sorted({max(1, count) for count in (layers // 3, 2 * layers // 3, layers - 1)}))
 
 
 def layer_sizes(target: TrainingModel, intermediate_size: int | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -34,11 +34,11 @@ from specexport.exporter.checkpoints.stored import (
     shapes_of,
     stored_tensors,
 )
-from specexport.exporter.method import Agreement, Array, MethodExporter, TargetInfo, Verification, vocabulary
+from specexport.exporter.method import Array, MethodExporter, TargetInfo, Verification
 from specexport.exporter.options import BuildOptions
 from specexport.graphs.propose import MAX_TOP_K
+from specexport.methods.medusa import Medusa, MedusaOptions
 from specexport.methods.medusa.graph import HeadCandidates, MedusaHeads
-from specexport.methods.medusa.spec import Medusa, MedusaOptions
 
 WEIGHTS = "medusa_lm_head"
 COMPATIBLE = "fasterdecoding"
@@ -68,11 +68,8 @@ class HeadsOutline:
     """The configuration of a checkpoint's heads, without their weights.
 
     Attributes:
-        path: the folder.
         file: the file that holds the heads; the folder if there are several.
         stored: the tensors by their names in ``MedusaHeads``.
-        count: number of heads.
-        layers: number of residual blocks of a head.
         tied: whether heads end in the model's own head.
         tree: the checkpoint's tree, if it has one.
         accuracy: the heads' accuracy, if training measured it.
@@ -88,11 +85,7 @@ class HeadsOutline:
     accuracy: HeadAccuracy | None
 
     def make(self, *, hidden: int, vocab: int) -> MedusaHeads:
-        """Creates the heads for a model of this hidden size and vocabulary on torch's meta device; checks file headers.
-
-        Raises:
-            BuildError: a tensor is missing, malformed, or of another model's shape; names the file and the tensor.
-        """
+        """The heads for a model of these sizes on torch's meta device, checked against the headers of the files."""
         with torch.device("meta"):
             heads = MedusaHeads(self.count, self.layers, hidden, vocab, tied=self.tied)
         tied = " that share the model's head" if self.tied else ""
@@ -105,11 +98,7 @@ class HeadsOutline:
         return heads
 
     def load(self, *, hidden: int, vocab: int) -> MedusaHeads:
-        """Loads the heads in fp32 and evaluation mode; shapes are checked before memory is allocated.
-
-        Raises:
-            BuildError: see :meth:`make`; also if numbers are not finite.
-        """
+        """Loads the heads in fp32 and evaluation mode; shapes are checked before memory is allocated."""
         heads = self.make(hidden=hidden, vocab=vocab)
         heads.load_state_dict({name: self.stored[name].finite(self.file) for name in heads.state_dict()}, assign=True)
         return heads.eval().requires_grad_(False)
@@ -119,9 +108,6 @@ def read_medusa(folder: Path) -> HeadsOutline:
     """Reads the configuration of a folder's heads, without their weights.
 
     No code in the files runs: a ``.pt`` file is read with ``weights_only=True``.
-
-    Raises:
-        BuildError: a part is missing or malformed; names the file.
     """
     stored, file = _open(folder)
     path = folder / CONFIG
@@ -188,26 +174,18 @@ def save_medusa(
     *,
     base: str,
     accuracy: HeadAccuracy | None = None,
-    choices: Sequence[Sequence[int]] | None = None,
     dtype: torch.dtype = torch.float16,
     compatible: bool = True,
 ) -> None:
     """Writes heads in our layout and, in a subfolder, in the layout of ``FasterDecoding/Medusa``.
 
     Args:
-        folder: the folder.
-        heads: the heads.
         lm_head: weight of the model's head, ``[V,H]``, which the subfolder's files multiply tied heads by.
         base: name or folder of the model.
-        accuracy: the heads' measured accuracy.
-        choices: the default tree.
-        dtype: type of the stored weights.
         compatible: whether to write the subfolder; for tied heads it is many times larger than the rest.
     """
-    config: dict[str, Any] = {"tie_lm_head": heads.tied, **accuracy_config(accuracy)}
-    if choices is not None:
-        config["medusa_choices"] = [list(path) for path in choices]
-    save_head_tensors(folder, _config(heads, base) | config, _state(heads, dtype), f"{WEIGHTS}.safetensors")
+    config = _config(heads, base) | {"tie_lm_head": heads.tied, **accuracy_config(accuracy)}
+    save_head_tensors(folder, config, _state(heads, dtype), f"{WEIGHTS}.safetensors")
     if compatible:
         save_compatible(folder / COMPATIBLE, heads, lm_head, base=base, dtype=dtype)
 
@@ -284,24 +262,18 @@ class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
     def add_to_target(self, method: Medusa, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> HeadCandidates:
         return HeadCandidates(heads_of(method.model, target), target.model, method.candidates)
 
-    def compare(self, method: Medusa, run: Verification) -> tuple[str, Agreement] | None:
+    def compare(self, method: Medusa, run: Verification) -> Iterator[tuple[Array, Array]]:
         target, heads = run.bundle.manifest.target, run.source(method)
         recorded = run.recorded(method)
         model = load_reference(run.source(None), target)
-        agreement = run.agreement(target.precision.weights, method.weights)
         for text, tokens in recorded:
             # The heads have read all tokens but the last; the first row is from the model's own head.
             expected = reference_heads(model, heads, clamp_tokens(text[:-1], model))
-            agreement.count(expected[1:, : vocabulary(run.bundle.manifest, target)], tokens)
-        return "the heads in the target's graph propose the original heads' own token", agreement
+            yield expected[1:, : target.vocab_size], tokens
 
 
 def heads_of(source: str, model: Checkpoint) -> MedusaHeads:
-    """Loads the heads of a model.
-
-    Raises:
-        BuildError: they are another model's.
-    """
+    """Loads the heads of a model."""
     hidden = int(model.model.get_output_embeddings().weight.shape[1])
     return read_medusa(expanded(source)).load(hidden=hidden, vocab=model.vocab_size)
 

@@ -33,7 +33,6 @@ class MedusaHeads(torch.nn.ModuleList):
     into one that predicts t+2 through the same head: SiLU hardly subtracts anything.)
 
     Args:
-        heads: number of heads.
         layers: residual blocks per head.
         hidden: H, the model's hidden size.
         vocab: V, the width of the model's logits.
@@ -65,9 +64,6 @@ class HeadCandidates(Addition):
     """The most probable tokens of each head, int64 ``[B,N,R,M]``, best first, as the output ``candidates``.
 
     Args:
-        heads: the heads.
-        model: their model.
-        candidates: M.
         vocab_size: number of tokens that may be proposed; None for all.
         depth_1: whether the model's own head proposes the first depth.
     """

@@ -19,15 +19,15 @@ from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.documents import CONFIG
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.graphs.layers import hidden_and_logits
+from specexport.methods.medusa import MedusaTraining
 from specexport.methods.medusa.export import COMPATIBLE, read_medusa, save_compatible, save_medusa
 from specexport.methods.medusa.graph import MedusaHeads
-from specexport.methods.medusa.spec import MedusaTraining
 from specexport.training.data import Windows
 from specexport.training.distill import divergence
 from specexport.training.loop import Log, Loss, adamw
 from specexport.training.options import within
-from specexport.training.predictions import Losses, measure_accuracy, summed_loss, train_over_hidden, weighted_loss
-from specexport.training.run import Place, Run, TrainingModel, load_target, open_run, save_model
+from specexport.training.predictions import Losses, measure_over_hidden, summed_loss, train_over_hidden, weighted_loss
+from specexport.training.run import Run, TrainingModel, load_target, open_run, save_model
 
 _NOISE = 0.01
 """Standard deviation of the initial weights of heads with several blocks."""
@@ -48,20 +48,13 @@ def train_medusa(options: MedusaTraining, log: Log) -> dict[str, Any]:
         alone = total if options.stage == 1 else round(options.heads_first * total)
         if options.stage == 2:
             run.record["lm_loss_before"] = _lm_loss(run)
+        losses = partial(head_losses, heads, lm_head=base.model.get_output_embeddings())
         if alone:
-            lm_head = base.model.get_output_embeddings()
-            train_over_hidden(
-                run,
-                "heads",
-                heads,
-                lambda hidden, batch: head_losses(heads, hidden, batch, lm_head),
-                alone,
-                seed=options.seed,
-            )
+            train_over_hidden(run, "heads", heads, losses, alone, seed=options.seed)
         if options.stage == 2:
             _train_jointly(run, heads, max(1, total - alone))
             run.record["lm_loss"] = _lm_loss(run)
-        accuracy = head_accuracy(heads, base.model, run.held_out, run.place)
+        accuracy = measure_over_hidden(losses, len(heads), base.model, run.held_out, run.place)
         run.record["head_accuracy"] = accuracy.ranks
         with run.output() as folder:
             if options.stage == 1:
@@ -85,16 +78,6 @@ def head_losses(heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_hea
 
         learnt = batch.learnt_from(2 + ahead)
         yield summed_loss(project, hidden[learnt], batch.ids.roll(-2 - ahead, dims=1)[learnt], heads.vocab)
-
-
-def head_accuracy(heads: MedusaHeads, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
-    """Measures heads over windows that they were not trained on."""
-    lm_head = model.get_output_embeddings()
-
-    def losses(batch: Windows) -> Losses:
-        return head_losses(heads, hidden_and_logits(model, batch.ids)[0], batch, lm_head)
-
-    return measure_accuracy(losses, len(heads), windows, place)
 
 
 def new_heads(count: int, layers: int, model: Any, *, tied: bool) -> MedusaHeads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from specexport.exporter.build_state import Build, BuildPlan
 from specexport.exporter.checkpoints.checkpoint import clamp_tokens, load_reference
 from specexport.exporter.checkpoints.config import meta_model
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.method import Agreement, TargetInfo, Verification, vocabulary
+from specexport.exporter.method import Array, TargetInfo, Verification, vocabulary
 from specexport.exporter.options import PREFILL_CHUNK
 from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_TOP_K
@@ -25,7 +26,7 @@ from specexport.graphs.step import StepModule
 from specexport.methods.draft_model.export import load_draft, require_length, require_tokenizer
 from specexport.methods.medusa.export import HeadsExporter, heads_of, read_medusa, reference_heads
 from specexport.methods.medusa.graph import HeadCandidates
-from specexport.methods.medusa_draft.spec import MedusaDraft, MedusaDraftOptions
+from specexport.methods.medusa_draft import MedusaDraft, MedusaDraftOptions
 
 
 class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
@@ -74,17 +75,15 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
         model = write_draft(draft, build, graph, self.points(method, build.plan), method, name="step")
         return msgspec.structs.replace(method, candidates=count, draft=model, model=model.source)
 
-    def compare(self, method: MedusaDraft, run: Verification) -> tuple[str, Agreement] | None:
+    def compare(self, method: MedusaDraft, run: Verification) -> Iterator[tuple[Array, Array]]:
         draft = method.written_draft
         heads = run.source(method, "medusa")
         checkpoint = run.source(method)
         recorded = run.recorded(method)
         model = load_reference(checkpoint, draft)
-        agreement = run.agreement(draft.precision.weights)
         for text, tokens in recorded:
             expected = reference_heads(model, heads, clamp_tokens(text, model))
-            agreement.count(expected[:, : vocabulary(run.bundle.manifest, draft)], tokens)
-        return "the heads in the draft's graph propose the original heads' own token", agreement
+            yield expected[:, : vocabulary(run.bundle.manifest, draft)], tokens
 
 
 EXPORTER = MedusaDraftExporter()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,12 +40,12 @@ from specexport.exporter.checkpoints.stored import (
     save_head_tensors,
     shapes_of,
 )
-from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification
+from specexport.exporter.method import Array, MethodExporter, TargetInfo, Verification
 from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.medusa.export import NEXT_RANK
+from specexport.methods.mlp_speculator import MAX_STAGES, MlpSpeculator, MlpSpeculatorOptions, speculator_inputs
 from specexport.methods.mlp_speculator.graph import SpeculatorModule, SpeculatorStages
-from specexport.methods.mlp_speculator.spec import MAX_STAGES, MlpSpeculator, MlpSpeculatorOptions, speculator_inputs
 
 WIDTHS = (5, 4, 3)
 """Default of ``top_k_tokens_per_head``, as in fms-extras; further stages repeat the last width."""
@@ -82,10 +82,7 @@ class SpeculatorOutline:
     Attributes:
         vocab: V, see :class:`~specexport.methods.mlp_speculator.graph.SpeculatorStages` for the sizes.
         hidden: H of the target that it was trained for.
-        inner: I.
         widths: most children of a node at each stage, ``top_k_tokens_per_head``.
-        scale_input: whether the hidden state is normalized first.
-        tied: whether stages share weights.
         accuracy: the stages' accuracy after correct tokens, if training measured it.
     """
 
@@ -106,12 +103,7 @@ class SpeculatorOutline:
         )
 
     def require_fit(self, *, hidden: int, vocab: int) -> None:
-        """Checks a speculator, by its files' headers, against a target's hidden size and vocabulary.
-
-        Raises:
-            BuildError: a tensor is missing, unknown or of another shape, or the speculator was trained for another
-                target; names the file and the tensor or field.
-        """
+        """Checks a speculator, by its files' headers, against a target's hidden size and vocabulary."""
         for field, value, expected in (("emb_dim", self.hidden, hidden), ("vocab_size", self.vocab, vocab)):
             if value != expected:
                 raise BuildError(
@@ -131,11 +123,7 @@ class SpeculatorOutline:
         require_tensors(self.path, stored, shapes_of(stages), what, optional, lambda name: f"'{_PREFIX}{name}'")
 
     def load(self) -> SpeculatorStages:
-        """Loads a speculator that has passed :meth:`require_fit`, in fp32 and evaluation mode.
-
-        Raises:
-            BuildError: tied tensors differ, or numbers are not finite; names the tensor.
-        """
+        """Loads a speculator that has passed :meth:`require_fit`, in fp32 and evaluation mode."""
         stored = self._stored()
         with torch.device("meta"):
             stages = self.make()
@@ -159,11 +147,7 @@ class SpeculatorOutline:
 
 
 def read_speculator(source: str) -> SpeculatorOutline:
-    """Reads a speculator's configuration from a folder or hub id, without its weights.
-
-    Raises:
-        BuildError: a field is missing or malformed; names the file and the field.
-    """
+    """Reads a speculator's configuration from a folder or hub id, without its weights."""
     folder = locate(source)
     path = folder / CONFIG
     config = read_config(path, _Config, "an MLP speculator")
@@ -249,17 +233,14 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         )
 
     def tree_of_size(self, method: MlpSpeculator, size: int) -> TokenTree:
-        """See :class:`MethodExporter`; no wider than the speculator's widths.
-
-        Raises:
-            BuildError: the widest tree of these widths is smaller.
-        """
+        """See :class:`MethodExporter`; no wider than the speculator's widths."""
         outline = read_speculator(method.model)
         tree = TokenTree.best(_path_weight(outline), size + 1, max(outline.widths), outline.stages)
         if len(tree) != size + 1:
             raise BuildError(
                 f"num_speculative_tokens is {size}, and the widest tree of {outline.path} has {len(tree) - 1}: its "
-                f"top_k_tokens_per_head is {list(outline.widths)}. Ask for fewer, or name a tree"
+                f"top_k_tokens_per_head is {list(outline.widths)}. Ask for fewer, or name a tree",
+                param="num_speculative_tokens",
             )
         return tree
 
@@ -294,22 +275,20 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         model = write_draft(checkpoint, build, graph, self.points(method, build.plan), method)
         return msgspec.structs.replace(method, stages=len(stages), draft=model, model=model.source)
 
-    def compare(self, method: MlpSpeculator, run: Verification) -> tuple[str, Agreement] | None:
+    def compare(self, method: MlpSpeculator, run: Verification) -> Iterator[tuple[Array, Array]]:
         """See :class:`MethodExporter`; each token must be its stage's most probable one."""
-        manifest, draft = run.bundle.manifest, method.written_draft
+        manifest = run.bundle.manifest
         checkpoint, speculator = run.source(None), run.source(method)
         recorded = run.recorded(method)
         outline = read_speculator(str(speculator))
         outline.require_fit(hidden=method.hidden, vocab=manifest.target.vocab_size)
         model, stages = load_reference(checkpoint, manifest.target), outline.load()
-        agreement = run.agreement(manifest.target.precision.weights, draft.precision.weights)
         for text, drafted in recorded:
             # The target's cache holds all tokens except the last, which is the root.
             _, hidden = reference_states(model, np.array(text[:-1]))
             with torch.no_grad():
                 expected = stages.logits(hidden[-1], torch.tensor([text[-1], *drafted[:-1].tolist()]))
-            agreement.count(expected.numpy(), drafted)
-        return "the speculator's graph proposes the original stages' own token", agreement
+            yield expected.numpy(), drafted
 
 
 def _path_weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:

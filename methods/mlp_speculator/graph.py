@@ -39,7 +39,6 @@ class SpeculatorStages(torch.nn.Module):
         vocab: V, the width of the target's logits.
         hidden: H, the target's hidden size (``emb_dim``).
         inner: I, the width of the states between stages (``inner_dim``).
-        stages: number of stages (``n_predict``).
         scale_input: normalize the hidden state first, and divide it by the root of 2.
         tied: all stages share embedding, head and norm, and all but the first the projection (``tie_weights``).
     """
@@ -79,9 +78,7 @@ class SpeculatorStages(torch.nn.Module):
         """The state ``[..., I]`` of a stage, from the state of the stage before and the input token.
 
         Args:
-            stage: from 0.
             state: ``[..., H]`` for the first stage, ``[..., I]`` for others.
-            tokens: int64 ``[...]``.
         """
         mixed = self.proj[stage](state) * self.state_weight + self.emb[stage](tokens) * self.token_weight
         return F.gelu(self.ln[stage](mixed))

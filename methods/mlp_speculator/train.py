@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
-from specexport.exporter.checkpoints.accuracy import HeadAccuracy
-from specexport.graphs.layers import hidden_and_logits
+from specexport.methods.mlp_speculator import SpeculatorTraining
 from specexport.methods.mlp_speculator.export import save_speculator
 from specexport.methods.mlp_speculator.graph import SpeculatorStages
-from specexport.methods.mlp_speculator.spec import SpeculatorTraining
 from specexport.training.data import Windows
 from specexport.training.loop import Log
 from specexport.training.options import within
-from specexport.training.predictions import Losses, measure_accuracy, summed_loss, train_over_hidden
-from specexport.training.run import Place, load_target, open_run
+from specexport.training.predictions import Losses, measure_over_hidden, summed_loss, train_over_hidden
+from specexport.training.run import load_target, open_run
 
 
 def train_mlp_speculator(options: SpeculatorTraining, log: Log) -> dict[str, Any]:
@@ -31,12 +30,11 @@ def train_mlp_speculator(options: SpeculatorTraining, log: Log) -> dict[str, Any
         first = round(options.data_first * total) if options.self_distill else total
         torch.manual_seed(options.seed)
         speculator = new_speculator(options, target.model)
+        losses = partial(stage_losses, speculator)
 
         def learn(name: str, steps: int, seed: int) -> None:
             run.describe_data()
-            train_over_hidden(
-                run, name, speculator, lambda hidden, batch: stage_losses(speculator, hidden, batch), steps, seed=seed
-            )
+            train_over_hidden(run, name, speculator, losses, steps, seed=seed)
 
         if first:
             learn("data", first, options.seed)
@@ -44,7 +42,7 @@ def train_mlp_speculator(options: SpeculatorTraining, log: Log) -> dict[str, Any
             run.self_distill(target, options.self_distill)
             # Another seed, so that batches do not repeat in the order of the first stage.
             learn("texts", max(1, total - first), options.seed + 1)
-        accuracy = stage_accuracy(speculator, target.model, run.held_out, run.place)
+        accuracy = measure_over_hidden(losses, len(speculator), target.model, run.held_out, run.place)
         run.record["stage_accuracy"] = accuracy.ranks
         run.record["acceptance_length"] = accuracy.chain_length
         with run.output() as folder:
@@ -76,12 +74,3 @@ def stage_losses(speculator: SpeculatorStages, hidden: torch.Tensor, batch: Wind
         learnt = batch.learnt_from(2 + stage)
         labels = batch.ids.roll(-2 - stage, dims=1)[learnt]
         yield summed_loss(head, state[learnt], labels, speculator.vocab)
-
-
-def stage_accuracy(speculator: SpeculatorStages, model: Any, windows: Windows, place: Place) -> HeadAccuracy:
-    """Measures each stage, after true tokens, over windows that it was not trained on."""
-
-    def losses(batch: Windows) -> Losses:
-        return stage_losses(speculator, hidden_and_logits(model, batch.ids)[0], batch)
-
-    return measure_accuracy(losses, len(speculator), windows, place)

@@ -15,9 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -29,13 +27,13 @@ from specexport.exporter.checkpoints.documents import CONFIG
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.sizes import MTP_COUNTS
-from specexport.exporter.checkpoints.stored import StoredTensor, shapes_of
+from specexport.exporter.checkpoints.stored import StoredTensor
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache
 from specexport.graphs.experts import EXPERTS_NAME
-from specexport.methods.hidden_states.checkpoint import EMBEDDING, HEAD, DraftOutline
+from specexport.methods.hidden_states.checkpoint import DraftOutline
 from specexport.methods.hidden_states.export import OwnStateExporter
 from specexport.methods.hidden_states.graph import OwnStateModule
-from specexport.methods.mtp.spec import MTP, MTPOptions
+from specexport.methods.mtp import MTP, MTPOptions
 
 _QWEN = {"mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.", "mtp.": ""}
 _DEEPSEEK = {
@@ -105,7 +103,10 @@ class MTPOutline(DraftOutline):
 
     names: dict[str, str]
 
-    def seen(self, layers: int) -> tuple[int, ...]:
+    what: ClassVar[str] = f"the MTP layer that {CONFIG} describes"
+
+    @staticmethod
+    def default_states(draft_layers: int, layers: int) -> tuple[int, ...]:
         return (layers,)
 
     def make(self, layers: int) -> MTPDraft:
@@ -117,43 +118,30 @@ class MTPOutline(DraftOutline):
     def prefixes(self) -> Mapping[str, str]:
         return {start: to for start, to in self.names.items() if to}
 
-    def parts(self) -> dict[str, StoredTensor]:
-        parts = {}
+    def stored(self) -> dict[str, StoredTensor]:
+        stored = {}
         for tensor in checkpoint_tensors(self.path):
             start = next((start for start in self.names if tensor.name.startswith(start)), None)
             if start is not None:
-                parts[self.names[start] + tensor.name.removeprefix(start)] = tensor
-        return parts
+                stored[self.names[start] + tensor.name.removeprefix(start)] = tensor
+        return stored
+
+    def parts(
+        self, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]
+    ) -> dict[str, tuple[int, ...]]:
+        start, _, last = name.rpartition(".")
+        if name in stored or last not in _FUSED or len(shape) != 3:
+            return {name: shape}
+        experts, rows, columns = shape
+        size = rows // len(_FUSED[last]), columns
+        return {f"{start}.{expert}.{kind}.weight": size for expert in range(experts) for kind in _FUSED[last]}
 
     def cache(self, draft: MTPDraft) -> tuple[CacheLayer, ...]:
         return draft.cache()
 
-    def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
-        stored = self.parts()
-        shapes = {
-            part: shape if part == name else (shape[1] // len(_FUSED[name.rpartition(".")[2]]), shape[2])
-            for name, shape in shapes_of(self.make(layers)).items()
-            for part in _parts(name, shape, stored)
-        }
-        self._require_parts(stored, shapes, {EMBEDDING, HEAD}, f"the MTP layer that {CONFIG} describes")
-
-    def load(self, target: Path, layers: int, positions: int) -> MTPDraft:
-        draft, stored = self.make(layers), self.parts()
-        for name, shape in shapes_of(draft).items():
-            parts = _parts(name, shape, stored)
-            if parts != [name]:
-                read = partial(_joined, shape, [stored[part] for part in parts], self.path)
-                stored[name] = StoredTensor(name, shape, "F32", read)
-        self._fill(draft, stored, target, positions)
-        return draft
-
 
 def read_mtp(source: str) -> MTPOutline:
-    """Reads the configuration of a target's MTP layer, without its weights.
-
-    Raises:
-        BuildError: there is no such layer, or several; names the field or the tensors.
-    """
+    """Reads the configuration of a target's MTP layer, without its weights."""
     folder = locate(source)
     config = copy.deepcopy(read_model_config(folder))
     layers = int(config.num_hidden_layers)
@@ -184,20 +172,10 @@ def read_mtp(source: str) -> MTPOutline:
         vocab=config.vocab_size,
         draft_vocab=config.vocab_size,
         target_hidden=config.hidden_size,
+        states=None,
+        tied=False,
         names=prefixes | {"model.norm.": "target_norm."},
     )
-
-
-def _parts(name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> list[str]:
-    """The names of the stored parts of a draft's tensor: the tensor itself, or its matrices for each expert."""
-    start, _, last = name.rpartition(".")
-    if name in stored or last not in _FUSED or len(shape) != 3:
-        return [name]
-    return [f"{start}.{expert}.{kind}.weight" for expert in range(shape[0]) for kind in _FUSED[last]]
-
-
-def _joined(shape: tuple[int, ...], parts: list[StoredTensor], path: Path) -> torch.Tensor:
-    return torch.cat([part.finite(path) for part in parts]).reshape(shape)
 
 
 class MTPExporter(OwnStateExporter[MTPOptions, MTP]):

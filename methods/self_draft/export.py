@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from specexport.contract.errors import BuildError
 from specexport.exporter import compose, trace
 from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
-from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification, vocabulary
+from specexport.exporter.method import Array, MethodExporter, TargetInfo, Verification, vocabulary
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.writing import TracedGraph, tracing
 from specexport.graphs.layers import first_layers
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 from specexport.methods.draft_model.export import compare_chain
-from specexport.methods.self_draft.spec import SelfDraft, SelfDraftOptions
+from specexport.methods.self_draft import SelfDraft, SelfDraftOptions
 
 
 class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
@@ -27,11 +29,7 @@ class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
         return SelfDraft(trees=(), layers=options.layers, candidates=min(MAX_CANDIDATES, target.vocab))
 
     def add_to_target(self, method: SelfDraft, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> TracedGraph:
-        """See :class:`MethodExporter`.
-
-        Raises:
-            BuildError: the target has layers without attention, or no list of layers.
-        """
+        """See :class:`MethodExporter`."""
         if target.states:
             raise BuildError(
                 f"self_draft: {target.source} has layers without attention, which drafts must not have; leave it out"
@@ -48,7 +46,7 @@ class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
         graph = compose.propose_graph(master, cache, build.lowering)
         return TracedGraph("self_draft", graph, plan.propose_points(method), cache, parameters)
 
-    def compare(self, method: SelfDraft, run: Verification) -> tuple[str, Agreement] | None:
+    def compare(self, method: SelfDraft, run: Verification) -> Iterator[tuple[Array, Array]]:
         vocab = vocabulary(run.bundle.manifest, method.written_draft)
         return compare_chain(method, run, run.source(None), run.texts, vocab, method.layers)
 

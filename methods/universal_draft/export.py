@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer
-from specexport.exporter.method import Agreement, MethodExporter, TargetInfo, Verification
+from specexport.exporter.method import Array, MethodExporter, TargetInfo, Verification
 from specexport.graphs.propose import MAX_CANDIDATES
+from specexport.methods.draft_model import DraftModel
 from specexport.methods.draft_model.export import compare_chain, load_draft, require_length, write_propose_graph
-from specexport.methods.draft_model.spec import DraftModel
-from specexport.methods.universal_draft.spec import UniversalDraft, UniversalDraftOptions
+from specexport.methods.universal_draft import UniversalDraft, UniversalDraftOptions
 
 _TOKENIZER = "draft/tokenizer.json"
 
@@ -36,7 +38,7 @@ class UniversalDraftExporter(MethodExporter[UniversalDraftOptions, UniversalDraf
         candidates = min(MAX_CANDIDATES, draft.vocab_size)
         return msgspec.structs.replace(method, candidates=candidates, draft=model, model=model.source)
 
-    def compare(self, method: UniversalDraft, run: Verification) -> tuple[str, Agreement] | None:
+    def compare(self, method: UniversalDraft, run: Verification) -> Iterator[tuple[Array, Array]]:
         draft = method.written_draft
         target = run.bundle.tokenizer()
         tokenizer = run.bundle.tokenizer(method.tokenizer, split_special_tokens=method.split_special_tokens)

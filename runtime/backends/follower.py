@@ -9,6 +9,7 @@ import pickle
 import signal
 import socket
 import sys
+from typing import Any
 
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import SpecExportError
@@ -21,21 +22,29 @@ from specexport.runtime.bundle import Bundle
 def main() -> int:
     """Follows the first rank until that closes the pipe; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank handles it
-    job: Job = pickle.load(sys.stdin.buffer)
+    job: Job | None = _receive()
+    if job is None:
+        return ORPHANED
     peers = {rank: socket.socket(fileno=number) for rank, number in job.peers.items()}
     group = ProcessGroup(job.rank, peers, mmap.mmap(job.memory, 0))
     try:
         graph = _open(job, group)
         group.barrier()
-        with contextlib.suppress(EOFError):
-            while True:
-                _run(graph, pickle.load(sys.stdin.buffer))
+        while (message := _receive()) is not None:
+            _run(graph, message)
     except RankLostError:
         return ORPHANED
     except SpecExportError as error:
         sys.stderr.write(f"rank {job.rank}: {error}\n")
         return 1
     return 0
+
+
+def _receive() -> Any:
+    """The first rank's next message; None if it closed the pipe, or ended while it wrote."""
+    with contextlib.suppress(EOFError, pickle.UnpicklingError):  # at a message's end, and within one
+        return pickle.load(sys.stdin.buffer)
+    return None
 
 
 def _open(job: Job, group: ProcessGroup) -> Graph:

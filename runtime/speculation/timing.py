@@ -17,6 +17,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.methods import Method
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
+from specexport.contract.values import Progress
 from specexport.runtime.backend import Backend, Graph
 from specexport.runtime.machine import MachineRecord
 from specexport.runtime.params import SamplingParams
@@ -46,8 +47,6 @@ _LEAST = 1e-9
 _GREEDY = SamplingParams(temperature=0.0)
 _FIXED = "fixed"
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the finished rounds and all rounds."""
 Key = tuple[str, int]
 """Name of a timed call: a method's name and the nodes of its tree; or no name, and T of a step without proposing."""
 Trial = Callable[[], float]

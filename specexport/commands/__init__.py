@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from specexport.commands import report
-from specexport.commands.flags import add_flags, flag_values, from_flags, group_of
+from specexport.commands.flags import UsageError, add_flags, flag_values, from_flags, group_of
 from specexport.contract.errors import RequestError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, GenerationDefaults
@@ -154,7 +154,7 @@ def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
     if not arguments.no_speculation:
         return keys
     if keys:
-        raise RequestError(f"{dashed(next(iter(keys)))} was given with --no-speculation; give one of them")
+        raise UsageError(f"{dashed(next(iter(keys)))} was given with --no-speculation; give one of them")
     return {"num_speculative_tokens": 0}
 
 
@@ -162,12 +162,19 @@ def _require_method(arguments: argparse.Namespace, method: str) -> None:
     """Refuses a method that a model would be built without, before it is built."""
     config = flag_values(EngineOptions, arguments, ("speculative_config",)).get("speculative_config", ())
     name, _, _ = method.partition(":")
-    if (expanded(arguments.model) / MANIFEST_NAME).is_file() or name not in known():
+    if name not in known():
+        return
+    if (expanded(arguments.model) / MANIFEST_NAME).is_file():
+        if name != method:
+            raise RequestError(
+                f"--method is {method!r}; expected a name alone, as options are set by --speculative-config {method}"
+            )
         return
     if name == method and (not method_type(name).needs_graph or name in {built.name for built in read_methods(config)}):
         return
     example = method if name != method else f"{method}:…"
     raise RequestError(
-        f"--method is {method!r}, but {arguments.model} would be built without it; name a look-up, or a method to "
-        f"build with: --speculative-config {example} --method {name}"
+        f"method is {method!r}, but {arguments.model} would be built without it; name a look-up, or a method to "
+        f"build with: --speculative-config {example} --method {name}",
+        param="method",
     )

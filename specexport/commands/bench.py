@@ -20,10 +20,10 @@ from specexport.commands.inspect import about
 from specexport.contract.errors import UNREADABLE, RequestError, explained
 from specexport.contract.methods import Method
 from specexport.contract.options import option
+from specexport.contract.values import Progress
 from specexport.runtime import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.request import Completion
-from specexport.runtime.speculation.timing import Progress
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.tables import Table, bytes_text, show
 
@@ -213,7 +213,7 @@ def compare(
     defaults = [method for method in engine.methods.values() if not method.takes_hypothesis]
     for name in names:
         if name not in engine.methods and not (name == DEFAULT and engine.methods):
-            raise RequestError(f"method is {name!r}; the bundle has {', '.join(engine.methods)}", param="method")
+            raise RequestError(f"--methods has {name!r}; the bundle has {', '.join(engine.methods)}", param="method")
         methods[name] = defaults[0] if name == DEFAULT else engine.methods[name]
     for task in tasks:
         if len(task.prompt) + max_tokens > manifest.max_seq_len:

@@ -13,6 +13,7 @@ import msgspec
 from specexport.building import exporter, needs_extra, progress_bars, warn_of_settings
 from specexport.commands import BundleOptions, Command
 from specexport.commands.flags import (
+    UsageError,
     add_flags,
     add_method_arguments,
     asked_methods,
@@ -22,12 +23,11 @@ from specexport.commands.flags import (
 )
 from specexport.commands.inspect import summary
 from specexport.contract.engines import ENGINE_RUNTIMES
-from specexport.contract.errors import BuildError, TrainError
-from specexport.contract.methods import known, method_type, part
+from specexport.contract.errors import TrainError
+from specexport.contract.methods import known, method_type, module_of, part
 from specexport.contract.options import dashed, options
 from specexport.contract.reading import read_manifest
-from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.options import BuildOptions, BuildSettings, require_effect
+from specexport.exporter.options import BuildOptions, BuildSettings, CompileOptions, require_effect
 from specexport.tables import Table, bytes_text, show
 from specexport.training.options import Training
 
@@ -87,10 +87,10 @@ def _engines(arguments: argparse.Namespace) -> CompileOptions | None:
     backend, later = getattr(arguments, "backend", None), arguments.no_compile
     if backend not in ENGINE_RUNTIMES:
         if flag is not None or later:
-            raise BuildError(f"{flag or '--no-compile'} was given without --backend {' or '.join(ENGINE_RUNTIMES)}")
+            raise UsageError(f"{flag or '--no-compile'} was given without --backend {' or '.join(ENGINE_RUNTIMES)}")
         return None
     if later and flag is not None:
-        raise BuildError(f"{flag} was given with --no-compile; give it to specexport compile")
+        raise UsageError(f"{flag} was given with --no-compile; give it to specexport compile")
     return None if later else from_flags(CompileOptions, arguments)
 
 
@@ -143,9 +143,9 @@ def train_flags(parser: argparse.ArgumentParser) -> None:
     """
     kinds = parser.add_subparsers(required=True, metavar="KIND")
     for name in known():
-        if (options := part(method_type(name), "spec")) is None or not hasattr(options, "TRAINING"):
+        training: Training | None = getattr(module_of(method_type(name)), "TRAINING", None)
+        if training is None:
             continue
-        training: Training = options.TRAINING
         word = training.command
         example = f"specexport train {word} --target Qwen/Qwen3-0.6B --data texts.jsonl -o {word}/{training.example}"
 

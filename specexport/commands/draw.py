@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+from specexport.commands.flags import UsageError
 from specexport.contract.errors import RequestError
 from specexport.contract.folders import write_file
 from specexport.contract.manifest import Manifest
@@ -63,7 +64,7 @@ def tree_of(source: Path, method: str | None) -> TokenTree:
     if source.is_dir():
         return _bundled_tree(read_manifest(source), method)
     if method is not None:
-        raise RequestError("--method was given with a tree; it chooses a method of a bundle")
+        raise UsageError("--method was given with a tree; it chooses a method of a bundle")
     return TokenTree.load(source)
 
 
@@ -93,7 +94,7 @@ def _bundled_tree(manifest: Manifest, name: str | None) -> TokenTree:
             raise RequestError(f"the bundle was built without a method; name one of {', '.join(methods)} as --method")
         name = manifest.methods[0].name
     if name not in methods:
-        raise RequestError(f"--method is {name!r}; the bundle has {', '.join(methods)}")
+        raise RequestError(f"method is {name!r}; the bundle has {', '.join(methods)}", param="method")
     return methods[name].token_trees()[0]
 
 

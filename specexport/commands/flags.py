@@ -36,7 +36,7 @@ def _usage() -> Iterator[None]:
     try:
         yield
     except SpecExportError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(str(error), param=error.param) from error
 
 
 def add_flags(
@@ -84,10 +84,11 @@ def from_flags(kind: type[O], arguments: argparse.Namespace, **others: Any) -> O
     """The options that a command line asks for; ``others`` are fields without a flag.
 
     Raises:
-        UsageError: a value is out of range; names the flag.
-        SpecExportError: options contradict each other.
+        UsageError: a value is out of range, or options contradict each other; names the flag.
     """
-    return kind(**flag_values(kind, arguments, options(kind).keys() - others.keys()), **others)
+    values = flag_values(kind, arguments, options(kind).keys() - others.keys())
+    with _usage():
+        return kind(**values, **others)
 
 
 def flag(option: Option) -> str:
@@ -249,15 +250,17 @@ def _with_common_options(
             mapping["num_speculative_tokens"] = sizes if len(sizes) > 1 else sizes[0]
         if trees and method_type(method.name).branching == widest and not method.trees:
             mapping["trees"] = list(trees)
-        complete.append(with_keys(method, mapping))
+        complete.append(_with_keys(method, mapping))
     return tuple(complete)
 
 
-def with_keys(method: MethodOptions, keys: dict[str, Any]) -> MethodOptions:
-    """The method with other values of some keys."""
+def _with_keys(method: MethodOptions, keys: dict[str, Any]) -> MethodOptions:
+    """The method with the values of flags for several methods."""
     if not keys:
         return method
-    return read_method({"method": method.name, **msgspec.structs.asdict(method), **keys})
+    flags = {"num_speculative_tokens": "--num-speculative-tokens", "trees": "--tree"}
+    where = " ".join(flag for key, flag in flags.items() if key in keys)
+    return read_method({"method": method.name, **msgspec.structs.asdict(method), **keys}, where)
 
 
 def _draft_tokens(text: str) -> tuple[int, ...]:

@@ -11,12 +11,14 @@ import msgspec
 from specexport.building import exporter, progress_bars
 from specexport.commands import BundleOptions, report
 from specexport.commands.draw import size_of, svg, terminal_tree, tree_of
+from specexport.commands.flags import UsageError
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import GenerationDefaults, Manifest, short
 from specexport.contract.methods import Method, method_name, text_methods
 from specexport.contract.model import Model
 from specexport.contract.options import option
 from specexport.contract.reading import check_files, read_manifest
+from specexport.contract.tree import PRESETS
 from specexport.contract.values import counted
 from specexport.runtime.backends.onnxruntime.kernels import kernels
 from specexport.tables import Table, bytes_text, show
@@ -48,14 +50,16 @@ def inspect_command(command: InspectOptions) -> int:
         specexport inspect mc_sim_7b_63 --tree
     """
     if command.method is not None and not command.tree:
-        raise RequestError("--method was given without --tree; it chooses the tree that is drawn")
+        raise UsageError("--method was given without --tree; it chooses the tree that is drawn")
     if command.tree:
         for name in ("hashes", "json"):
             if getattr(command, name):
-                raise RequestError(f"--{name} was given with --tree, which draws the tree alone; give one of them")
+                raise UsageError(f"--{name} was given with --tree, which draws the tree alone; give one of them")
         tree = tree_of(command.bundle, command.method)
         show(terminal_tree(tree), f"{size_of(tree)}, {counted(len(tree.leaf_paths), 'path')}")
         return 0
+    if str(command.bundle) in PRESETS or (command.bundle.is_file() and command.bundle.suffix == ".json"):
+        raise RequestError(f"{command.bundle}: a token tree, which --tree draws; give --tree, or a bundle's folder")
     manifest = read_manifest(command.bundle)
     check_files(command.bundle, manifest, hashes=command.hashes)
     if command.json:
@@ -220,7 +224,9 @@ def verify_command(command: VerifyOptions) -> int:
     for source in command.source:
         key, equals, sources[key] = source.partition("=")
         if not equals:
-            raise RequestError(f"--source is {source!r}; expected METHOD.KEY=DIR, such as medusa.model=heads/")
+            raise RequestError(
+                f"source is {source!r}; expected METHOD.KEY=DIR, such as medusa.model=heads/", param="source"
+            )
     report.check_path("--report", command.report)
     exporter()
     from specexport.verify.bundle import numbers, render, verify

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from specexport.building import needs_extra
+from specexport.commands.flags import UsageError
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
@@ -36,7 +37,7 @@ class _TargetOptions(Options, frozen=True, kw_only=True):
     def check(self) -> None:
         """Requires the argument or the flag."""
         if (self.model is None) == (self.target is None):
-            raise BuildError("give a bundle or a model, either by itself or with --target")
+            raise UsageError("give a bundle or a model, either by itself or with --target")
 
     @property
     def source(self) -> str:
@@ -72,7 +73,7 @@ class PlanOptions(_TargetOptions, frozen=True, kw_only=True):
         """Also refuses a draft besides a method."""
         super().check()
         if self.draft is not None and self.method is not None:
-            raise BuildError("--draft was given with --method; give one of them")
+            raise UsageError("--draft was given with --method; give one of them")
 
 
 def plan_command(command: PlanOptions) -> int:
@@ -86,14 +87,14 @@ def plan_command(command: PlanOptions) -> int:
     target, acceptance = command.source, 0.7 if command.acceptance is None else command.acceptance
     device = DEVICES.get(command.device)
     if device is None:
-        raise BuildError(f"device is {command.device!r}; expected one of {', '.join(DEVICES)}")
+        raise BuildError(f"device is {command.device!r}; expected one of {', '.join(DEVICES)}", param="device")
     method = parse_method(command.method) if command.method else None
     if command.draft is not None:
         method = read_method({"method": "draft_model", "model": command.draft}, "--draft")
     if (expanded(target) / MANIFEST_NAME).is_file():
         for name in ("draft", "method", "precision", "max_seq_len", "backend"):
             if getattr(command, name) is not None:
-                raise BuildError(
+                raise UsageError(
                     f"{dashed(name)} was given with a bundle, which is built already; leave it out, or give the model"
                 )
         manifest = read_manifest(expanded(target))
@@ -118,7 +119,7 @@ def plan_command(command: PlanOptions) -> int:
         drafts, without = (method.name if method else None), ""
         title = f"{command.device}, {precision}, {estimate.context} tokens"
     if drafts is None and command.acceptance is not None:
-        raise BuildError("--acceptance was given without a draft; leave it out")
+        raise UsageError("--acceptance was given without a draft; leave it out")
     if command.json:
         print(json.dumps(msgspec.to_builtins(estimate) | {"fits": estimate.fits, "best_k": estimate.best_k}, indent=2))
     else:

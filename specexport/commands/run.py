@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.commands import add_engine, add_sampling, add_speculation, engine_flags, read_text, speculation
-from specexport.commands.flags import add_flags, flag_values, from_flags
+from specexport.commands.flags import UsageError, add_flags, flag_values, from_flags
 from specexport.commands.terminal import from_standard_input
 from specexport.contract.errors import RequestError
 from specexport.contract.options import Options, dashed, option
@@ -86,9 +86,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     overrides = flag_values(SamplingParams, arguments)
     for name, acceptance in _OF_ACCEPTANCE.items():
         if name in overrides and overrides.get("acceptance", "lossless") != acceptance:
-            raise RequestError(f"{dashed(name)} was given without --acceptance {acceptance}, which it needs")
+            raise UsageError(f"{dashed(name)} was given without --acceptance {acceptance}, which it needs")
     if command.chat and command.prompt_embeds is not None:
-        raise RequestError("--prompt-embeds was given with --chat, which takes only text; give one of them")
+        raise UsageError("--prompt-embeds was given with --chat, which takes only text; give one of them")
     hypothesis = None if command.hypothesis is None else read_text(command.hypothesis, "the likely output")
     keys = speculation(arguments, hypothesis=hypothesis)
     embeds = _embeds(command.prompt_embeds) if command.prompt_embeds is not None else None

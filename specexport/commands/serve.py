@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from specexport.building import needs_extra
 from specexport.commands import BUILD, BUILD_GROUP
-from specexport.commands.flags import add_flags, flag_values, from_flags
+from specexport.commands.flags import UsageError, add_flags, flag_values, from_flags
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import written_beside
 from specexport.contract.options import Options, dashed, option, options
@@ -53,7 +53,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
     if hasattr(arguments, "model") == (arguments.named_model is not None):
         names = "; --served-model-name takes all words up to the next flag"
         several = names if hasattr(arguments, "served_model_name") else ""
-        raise BuildError(f"give a bundle or a model, either by itself or with {_SOURCE}{several}")
+        raise UsageError(f"give a bundle or a model, either by itself or with {_SOURCE}{several}")
     arguments.model = getattr(arguments, "model", arguments.named_model)
     settings, of_engine = from_flags(ListenOptions, arguments), flag_values(ServiceOptions, arguments)
     keys = _keys(settings.api_key)
@@ -61,7 +61,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
         return _on_ray(arguments, settings, keys)
     for name in ("replicas", "max_replicas"):
         if hasattr(arguments, name):
-            raise BuildError(f"{dashed(name)} was given without --ray, which it needs")
+            raise UsageError(f"{dashed(name)} was given without --ray, which it needs")
     with needs_extra("serving", "serve"):
         from specexport.server.app import Server, create_app
         from specexport.server.service import Service
@@ -108,7 +108,7 @@ def _require_free(host: str, port: int) -> None:
 def _on_ray(arguments: argparse.Namespace, settings: ListenOptions, keys: Sequence[str]) -> int:
     fixed = next((name for name in (*BUILD, "tensor_parallel_size") if hasattr(arguments, name)), None)
     if fixed is not None:
-        raise BuildError(f"--ray serves a bundle as it is; leave out {dashed(fixed)}")
+        raise UsageError(f"--ray serves a bundle as it is; leave out {dashed(fixed)}")
     replicas = settings.max_replicas or settings.replicas
     with needs_extra("serving on Ray", "ray"):
         from specexport.server.ray import Settings, run
@@ -128,7 +128,7 @@ def _keys(flags: Sequence[str]) -> list[str]:
     for key in keys:
         require_text(key, "SPECEXPORT_API_KEY")
     if any(not key for key in keys):
-        raise BuildError("--api-key is empty; leave it out to need no key")
+        raise BuildError("api_key is empty; leave it out to need no key", param="api_key")
     return keys
 
 

@@ -28,6 +28,8 @@ _VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 Read = Callable[[str], str]
 """Shows a prompt and reads a line or several. Raises EOFError at the end of the input."""
+Remember = Callable[[str], None]
+"""Adds a message to the history that arrow keys show."""
 
 
 def read_message(read: Read) -> str:
@@ -86,16 +88,22 @@ class Terminal:
         self._plain = sys.stdout.isatty()
         self._read: Read = _read_pipe
         if self.interactive:
-            stored = _History(history)
+            self._history = _History(history)
             editable = (
                 understands_escapes() and sys.stdout.isatty() and importlib.util.find_spec("prompt_toolkit") is not None
             )
-            self._read = _editor(stored, words) if editable else _line_reader(stored)
+            earlier = self._history.messages
+            self._read, self._remember = _editor(earlier, words) if editable else _line_reader(earlier)
             if understands_escapes() and not editable and sys.stdout.isatty():
                 self.notice("A line editor with completion comes with: pip install 'specexport[chat]'")
 
     def message(self) -> str:
-        return read_message(self._read)
+        """The next message, which joins the history as a whole if it was typed."""
+        text = read_message(self._read)
+        if self.interactive and text.strip():
+            self._remember(text)
+            self._history.add(text)
+        return text
 
     def write(self, text: str, *, underlined: bool = False) -> None:
         """Writes a part of an answer."""
@@ -147,7 +155,7 @@ class _History:
                 write_file(path, "".join(f"{line}\n" for line in lines[-_HISTORY_SIZE:]).encode())
 
     def add(self, message: str) -> None:
-        if self._path is None or not message.strip():
+        if self._path is None:
             return
         with contextlib.suppress(OSError):  # a session works without its history
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,38 +171,53 @@ def _read_pipe(_: str) -> str:
     return line.removesuffix("\n").removesuffix("\r")
 
 
-def _line_reader(history: _History) -> Read:
-    """Python's ``input``, with readline if it is available."""
+def _line_reader(earlier: Sequence[str]) -> tuple[Read, Remember]:
+    """Python's ``input``, with readline if it is available, and what adds a message to readline's history."""
     with contextlib.suppress(ImportError):
         import readline
 
-        for message in history.messages:
-            with contextlib.suppress(UnicodeEncodeError):  # in a locale without the message's characters
-                readline.add_history(message)
+        readline.set_auto_history(False)  # it would add the lines of a message one by one
+
+    def remember(message: str) -> None:
+        with contextlib.suppress(ImportError, UnicodeEncodeError):  # in a locale without the message's characters
+            import readline
+
+            readline.add_history(message)
+
+    for message in earlier:
+        remember(message)
 
     def read(prompt: str) -> str:
         if not sys.stdout.isatty():  # input() would write the prompt to standard output
             print(prompt, end="", file=sys.stderr, flush=True)
             return _read_pipe(prompt)
         try:
-            line = input(prompt)
+            return input(prompt)
         except KeyboardInterrupt:
             print()
             raise
-        history.add(line)
-        return line
 
-    return read
+    return read, remember
 
 
-def _editor(history: _History, words: Sequence[str]) -> Read:
-    """prompt_toolkit's editor: Enter sends, Alt-Enter begins a line, Ctrl-C clears the input."""
+def _editor(earlier: Sequence[str], words: Sequence[str]) -> tuple[Read, Remember]:
+    """prompt_toolkit's editor: Enter sends, Alt-Enter begins a line, Ctrl-C clears the input; and its history."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.filters import Condition
     from prompt_toolkit.history import InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
+    class Messages(InMemoryHistory):
+        """Whole messages, instead of each input."""
+
+        def append_string(self, string: str) -> None:
+            """Ignores an input, which may be a line of a message."""
+
+        def remember(self, message: str) -> None:
+            super().append_string(message)
+
+    history = Messages(earlier)
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -206,7 +229,7 @@ def _editor(history: _History, words: Sequence[str]) -> Read:
         event.current_buffer.insert_text("\n")
 
     session: PromptSession[str] = PromptSession(
-        history=InMemoryHistory(history.messages),
+        history=history,
         completer=WordCompleter(list(words), sentence=True),
         complete_while_typing=Condition(lambda: session.default_buffer.text.startswith("/")),
         key_bindings=keys,
@@ -218,9 +241,4 @@ def _editor(history: _History, words: Sequence[str]) -> Read:
     def _clear(event: KeyPressEvent) -> None:
         event.current_buffer.reset()
 
-    def read(prompt: str) -> str:
-        text: str = session.prompt(prompt)
-        history.add(text)
-        return text
-
-    return read
+    return session.prompt, history.remember

@@ -22,6 +22,7 @@ from specexport.contract.methods import Method
 from specexport.contract.options import option
 from specexport.contract.reading import changing
 from specexport.contract.values import counted
+from specexport.exporter.set_tree import require_replaceable_trees, set_default_tree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.machine import cache_folder
@@ -121,8 +122,6 @@ def _tree_command(command: _TreeOptions) -> int:
         report.write(command.plot, f"tune tree: {command.bundle}", parts)
     done = f"{name}'s best tree here has {len(best.tree)} nodes; nothing was changed"
     if not command.dry_run:
-        from specexport.exporter.set_tree import set_default_tree
-
         set_default_tree(command.bundle, name, best.tree)
         done = f"{command.bundle}: {name} now verifies {len(best.tree)} nodes a step by default"
     if not command.json:
@@ -135,24 +134,21 @@ def _tunable(bundle: Path, manifest: Manifest, name: str | None) -> Method:
 
     Raises:
         RequestError: the bundle lacks it, or its tree cannot be chosen.
+        BuildError: the bundle is compiled for its trees.
     """
     if not manifest.methods:
         raise RequestError(f"{bundle}: built without a method; there is no tree to tune")
     method = manifest.methods[0] if name is None else manifest.method(name)
     if method is None:
         names = ", ".join(method.name for method in manifest.methods)
-        raise RequestError(f"--method is {name!r}; the bundle has {names}", param="method")
+        raise RequestError(f"method is {name!r}; the bundle has {names}", param="method")
     if not method.branching:
         raise RequestError(
-            f"--method is {method.name!r}, whose steps follow from its options, not from a tree; build it with other "
+            f"method is {method.name!r}, whose steps follow from its options, not from a tree; build it with other "
             "options instead",
             param="method",
         )
-    if manifest.program or manifest.engines:
-        raise RequestError(
-            f"{bundle}: is built for {manifest.backend}; its step program and engines are compiled for its trees. Tune "
-            "a bundle built for onnxruntime, and build this bundle again with the best tree"
-        )
+    require_replaceable_trees(bundle, manifest)
     return method
 
 

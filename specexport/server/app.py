@@ -63,7 +63,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         "model": answers.ErrorResponse,
         "description": "400: the request is wrong; param names the field. 401: no API key, or a wrong one. "
         "404: no such model or path. 405: no such method. 408: the body does not arrive. 413: it is too large. "
-        "429: too many requests wait; Retry-After says when to try again.",
+        "415: it is compressed. 429: too many requests wait; Retry-After says when to try again.",
     },
     "5XX": {
         "model": answers.ErrorResponse,
@@ -165,11 +165,13 @@ def create_app(
     async def tokenize(body: TokenizeRequest) -> answers.TokenizeResponse:
         return await _tokenize(service, body)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> answers.Status:
         """Whether the server answers."""
         return answers.Status(status="ok")
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> answers.Status:
         """Whether the server takes requests."""

@@ -43,17 +43,16 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         skip = body.skip_special_tokens
         texts = [prompt if isinstance(prompt, str) else decode(prompt, skip_special_tokens=skip) for prompt in prompts]
         echoed = [text for text in texts for _ in range(body.n)]
-    scored = [ids for ids in tokens for _ in range(body.n)] if scores else []
     streams = await service.start(tokens, params, body)
-    form = _Format(service, head, body, streams, echoed, scored)
+    before = [ids for ids in tokens for _ in range(body.n)]
+    form = _Format(service, head, body, streams, echoed, before)
     return await respond(service, request, body, streams, form)
 
 
 class _Format:
     """Text completions.
 
-    ``echoed`` are the prompts that outputs repeat; ``scored`` are the tokens of prompts whose log-probabilities are
-    part of the outputs', instead of a separate field as in vLLM.
+    ``echoed`` are the prompts that outputs repeat; ``prompts`` are the tokens of each output's prompt.
     """
 
     def __init__(
@@ -63,13 +62,15 @@ class _Format:
         body: CompletionRequest,
         streams: Sequence[AsyncStream],
         echoed: Sequence[str],
-        scored: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]],
     ) -> None:
         self._frontend = service.frontend
         self._head, self._streams = head, streams
+        # Log-probabilities of the prompt are part of the output's, instead of a separate field as in vLLM.
+        scored = prompts if body.echo and body.logprobs is not None else ()
         self._echoed, self._scored = dict(enumerate(echoed)), dict(enumerate(scored))
         tokenizer = service.frontend.engine.tokenizer
-        self._placed = [PlacedTokens(tokenizer, body.skip_special_tokens) for _ in streams]
+        self._placed = [PlacedTokens(tokenizer, body.skip_special_tokens, prompt) for prompt in prompts]
         self._separate_scores = body.prompt_logprobs is not None
 
     def choice(self, index: int, chunk: Chunk) -> answers.CompletionChoice:
@@ -119,26 +120,27 @@ class PlacedTokens:
     """The texts of an output's tokens, with their offsets in the output.
 
     If a character consists of several tokens, one of them has it as its text, and the others are empty. A special token
-    that the output leaves out has its name as its text, but takes no room.
+    that the output leaves out has its name as its text, but takes no room. The output follows the tokens ``before`` it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._special = special_tokens(tokenizer)
         self._end = 0
-        self._begin()
+        self._begin(before)
 
-    def _begin(self) -> None:
-        self._stream = TextStream(self._tokenizer, skip_special_tokens=self._skip)
+    def _begin(self, before: Sequence[int]) -> None:
+        self._stream = TextStream(self._tokenizer, before=before, skip_special_tokens=self._skip)
 
     def prompt(self, text: str, tokens: Sequence[int]) -> list[tuple[str, int]]:
         """Places the tokens of a prompt before the output; ``text`` is the prompt as the answer repeats it."""
+        self._begin(())
         placed = self.add(tokens)
         if "".join(piece for piece, _ in self._visible(tokens, placed)) + self._stream.finish() != text:
             placed = self._by_encoding(text, tokens) or placed
         self._end = len(text)
-        self._begin()
+        self._begin(tokens)
         return placed
 
     def add(self, tokens: Iterable[int]) -> list[tuple[str, int]]:

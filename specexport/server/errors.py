@@ -68,11 +68,15 @@ def api_error(error: BaseException) -> ApiError:
     match error:
         case ApiError():
             return error
+        case HTTPException(status_code=400, __cause__=RecursionError()):  # FastAPI's, as json raised it
+            return ApiError(400, "the body has lists or objects that are nested too deeply", code="invalid_json")
+        case HTTPException(status_code=400, __cause__=ValueError()):
+            return ApiError(400, "the body has a number of too many digits", code="invalid_json")
         case HTTPException(status_code=status):
             kind = "invalid_request_error" if status < 500 else "server_error"
             return ApiError(status, str(error.detail), kind, headers=error.headers)
         case RequestValidationError():
-            return _validation_error(error.errors())
+            return _validation_error(error.errors(), error.body)
         case QueueFullError(retry_after=seconds):
             later = {"Retry-After": str(seconds)}
             return ApiError(429, str(error), "rate_limit_error", code="queue_full", headers=later)
@@ -88,7 +92,7 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed on this request; its log says why", "server_error", code="internal_error")
 
 
-def _validation_error(errors: Sequence[Any]) -> ApiError:
+def _validation_error(errors: Sequence[Any], body: Any) -> ApiError:
     """Reports one of several errors: the most deeply nested, preferably not a wrong type.
 
     The alternatives for a wrong type are listed together.
@@ -98,7 +102,7 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
         reason, place = str(first["ctx"]["error"]).removesuffix(" at"), counted(first["loc"][1], "character")
         why = f"the body is not JSON: {reason}, after {place}"
         return ApiError(400, why, code="invalid_json")
-    field = _field(first)
+    field = _field(first, body)
     if not field:
         why = "the body is missing, not a JSON object, or has another Content-Type than application/json"
         return ApiError(400, why, code="invalid_json")
@@ -108,8 +112,14 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
     elif first["type"] == "string_unicode":
         message = "holds half a character, which is no text"
     elif first["type"].endswith("_type"):
-        peers = (error for error in errors if len(error["loc"]) == len(first["loc"]) and _field(error) == field)
+        peers = (error for error in errors if len(error["loc"]) == len(first["loc"]) and _field(error, body) == field)
         message = _EXPECTED + " or ".join(dict.fromkeys(str(error["msg"]).removeprefix(_EXPECTED) for error in peers))
+    elif first["type"].startswith("union_tag_"):
+        about = first["ctx"]
+        field = ".".join((field, about["discriminator"].strip("'")))
+        message = (
+            f"is {shown(about['tag'])}; expected one of {about['expected_tags']}" if "tag" in about else "is missing"
+        )
     elif first["type"] == "missing":
         message = "is missing"
     elif wrong := _SHOULD.fullmatch(message):
@@ -122,7 +132,16 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
     return ApiError(400, f"{field}{colon} {message}"[:_SHOWN], param=field, code=str(first["type"]))
 
 
-def _field(error: Any) -> str:
-    """The path of the field with an error; leaves out the types in pydantic's locations, which are no identifiers."""
-    parts = error["loc"][1:]
-    return ".".join(str(part) for part in parts if isinstance(part, int) or (part.isidentifier() and part != "str"))
+def _field(error: Any, body: Any) -> str:
+    """The path of the field with an error; leaves out the types in pydantic's locations.
+
+    They are no identifiers, or between the keys of the body.
+    """
+    *path, last = error["loc"][1:] or ("",)
+    parts: list[object] = []
+    for part in path:
+        if isinstance(part, int) if isinstance(body, list) else isinstance(body, dict) and part in body:
+            parts.append(part)
+            body = body[part]
+    named = isinstance(last, int) or (last.isidentifier() and last != "str")
+    return ".".join(map(str, [*parts, last] if named else parts))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specexport.contract.values import shown
 from specexport.server.errors import ApiError, api_error
 
 REQUEST_ID = "x-request-id"
@@ -81,7 +82,11 @@ class Admission:
 
     async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reads the body, checks its complexity, and calls the application."""
-        announced = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        if (coding := headers.get("content-encoding", "identity")).lower() != "identity":
+            why = f"the body's Content-Encoding is {shown(coding)}; send it as it is, without compression"
+            raise ApiError(415, why, code="body_encoded")
+        announced = headers.get("content-length", "0")
         self._require_size(int(announced) if announced.isdecimal() else 0)
         parts: list[bytes] = []
         received = 0

@@ -240,6 +240,12 @@ class ChatMessage(RequestModel):
     audio: Unsupported = None
     function_call: Unsupported = None
 
+    @model_validator(mode="after")
+    def _with_content(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"content is missing, in a message of the role {self.role!r}")
+        return self
+
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
 

@@ -30,6 +30,27 @@ def is_text(schema: Any) -> bool:
     return schema.get("type", "string" if values else None) == "string" and texts
 
 
+def _without_null(schema: Any) -> tuple[Any, bool]:
+    """A schema without the alternative null, and whether it had one, as optional texts have."""
+    if not isinstance(schema, dict):
+        return schema, False
+    kind, values = schema.get("type"), schema.get("enum")
+    parts = schema.get("anyOf")
+    if isinstance(parts, list) and len(parts) == 2 and {"type": "null"} in parts:
+        part = parts[parts[0] == {"type": "null"}]
+        rest = {key: value for key, value in schema.items() if key != "anyOf"}
+        narrowed = rest | part if isinstance(part, dict) else schema
+    elif isinstance(kind, list) and len(kind) == 2 and "null" in kind:
+        narrowed = schema | {"type": kind[kind[0] == "null"]}
+        if isinstance(values, list):
+            narrowed["enum"] = [value for value in values if value is not None]
+    else:
+        return schema, False
+    values = narrowed.get("enum", [narrowed.get("const")])
+    readable = isinstance(values, list) and "null" not in values  # as null and "null" are written alike
+    return (narrowed, True) if readable else (schema, False)
+
+
 def rules(name: str, tool: Function, options: dict[str, Any]) -> tuple[str, list[str]]:
     """The parameters of a tool in llguidance's dialect of Lark: an expression and the rules that it uses.
 
@@ -56,11 +77,13 @@ def rules(name: str, tool: Function, options: dict[str, Any]) -> tuple[str, list
         optional = "" if key in required else "?"
         parts.append(f"{rule}{optional}")
         begin = quote(f"<parameter={key}>\n")
-        if not is_text(value):
+        text, nullable = _without_null(value)
+        if not is_text(text):
             whole = options | {kind: schema[kind] for kind in _DEFINITIONS if kind in schema}
             stated = json.dumps(whole | value if isinstance(value, dict) else value)
             grammar.append(f"{rule}: {begin} %json {stated} {quote(_AFTER)}")
-        elif values := value.get("enum", [value["const"]] if "const" in value else []):
+        elif values := text.get("enum", [text["const"]] if "const" in text else []):
+            values = [*values, "null"] if nullable else values
             grammar.append(f"{rule}: {begin} ({' | '.join(map(quote, values))}) {quote(_AFTER)}")
         else:
             grammar += [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: /(.|\\n)*/ {quote(_AFTER)}"]
@@ -77,7 +100,7 @@ class ParameterReader:
     def __init__(self, tool: Function | None) -> None:
         self._properties = {} if tool is None else tool.parameters.get("properties", {})
         self._reading: Callable[[str, bool], tuple[str, int]] = self._between
-        self._plain, self._first = False, True
+        self._plain, self._nullable, self._first = False, False, True
         self.finished = False
 
     def push(self, text: str, last: bool) -> tuple[str, str]:
@@ -98,18 +121,28 @@ class ParameterReader:
         if begin is None:
             return "", 0
         key = begin[1]
-        self._plain = is_text(self._properties.get(key, {"type": "string"}))
+        schema, nullable = _without_null(self._properties.get(key, {"type": "string"}))
+        self._plain = is_text(schema)
+        self._nullable = nullable and self._plain
         before, self._first = ("{" if self._first else ", "), False
         self._reading = self._value
-        return f"{before}{json.dumps(key, ensure_ascii=False)}: " + ('"' if self._plain else ""), begin.end()
+        opening = '"' if self._plain and not self._nullable else ""
+        return f"{before}{json.dumps(key, ensure_ascii=False)}: {opening}", begin.end()
 
     def _value(self, text: str, last: bool) -> tuple[str, int]:
+        begin = ""
+        if self._nullable:
+            null = f"null{_AFTER}"
+            if not last and len(text) < len(null) and null.startswith(text):
+                return "", 0
+            self._nullable, self._plain = False, not text.startswith(null)
+            begin = '"' if self._plain else ""
         at = text.find(_AFTER)
         end = at
         if at < 0:
             end = len(text) - (0 if last else overlap(text, _AFTER))
         content = json.dumps(text[:end], ensure_ascii=False)[1:-1] if self._plain else text[:end]
         if at < 0:
-            return content, end
+            return begin + content, end
         self._reading = self._between
-        return content + ('"' if self._plain else ""), at + len(_AFTER)
+        return begin + content + ('"' if self._plain else ""), at + len(_AFTER)

@@ -87,7 +87,8 @@ def call_format(template: str) -> CallFormat | None:
         return HARMONY
     if "[TOOL_CALLS]" in template:
         return MISTRAL_ID if "[CALL_ID]" in template else MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
-    if "<tool_call>" in template and "<arg_key>" not in template:  # GLM-4.5 writes parameters in <arg_key>
+    # GLM-4.5 writes parameters in <arg_key>, MiniMax-M3 calls in <invoke>, Apriel all calls as a list in <tool_calls>.
+    if "<tool_call>" in template and not re.search("<arg_key>|<invoke|<tool_calls>", template):
         return HERMES if "<function=" not in template else QWEN_CODER if "<parameter=" in template else None
     return LLAMA if re.search(r"""["']parameters["']\s*:\s*dictionary""", template) else None
 

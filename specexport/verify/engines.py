@@ -27,6 +27,7 @@ from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tensors import Array
 from specexport.contract.tree import TokenTree
+from specexport.contract.values import Progress
 from specexport.exporter.engines.compiler import CompilerLibrary, load_library
 from specexport.exporter.engines.source import CompileJob
 from specexport.exporter.graph_checks import relative_rms
@@ -35,7 +36,6 @@ from specexport.runtime.backends.cuda.library import choose
 from specexport.runtime.backends.cuda.trt import check_version, load_engine
 from specexport.runtime.backends.onnxruntime.graph import import_onnxruntime
 from specexport.runtime.bundle import Bundle, open_linked
-from specexport.runtime.speculation.timing import Progress
 
 Feed = dict[str, Array]
 _Values = dict[str, npt.ArrayLike]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -18,12 +18,12 @@ import numpy as np
 from specexport.contract import tensors
 from specexport.contract.errors import SpecExportError
 from specexport.contract.manifest import Manifest
-from specexport.contract.model import Model
 from specexport.contract.tensors import Array
 from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoints.checkpoint import load_reference, reference_embeds, reference_logits
 from specexport.exporter.graph_checks import (
     Reference,
+    StepCall,
     StepSession,
     default_text,
     energy,
@@ -45,50 +45,6 @@ _Setting = TypeVar("_Setting")
 
 class NotRunError(SpecExportError):
     """A check cannot be run, for the reason in the message."""
-
-
-@dataclass(frozen=True)
-class StepCall:
-    """A call of the step graph.
-
-    Attributes:
-        committed: the text in the cache.
-        tokens: the T tokens of the call.
-        tree: the tree of the tokens.
-        rows: the R tokens whose logits are compared.
-        known: number of tokens that are text, not draft tokens.
-    """
-
-    committed: list[int]
-    tokens: list[int]
-    tree: TokenTree
-    rows: range
-    known: int = 1
-
-    def feed(self, model: Model) -> Feed:
-        """The graph's inputs, without caches and embeddings."""
-        past = len(self.committed)
-        # As in the engine: the padding of a chunk may reach past the last position.
-        positions = np.minimum(past + self.tree.depths, model.max_positions - 1)
-        return {
-            tensors.INPUT_IDS: np.array([self.tokens], np.int64),
-            tensors.POSITION_IDS: positions[None],
-            tensors.TREE_MASK: self.tree.mask[None],
-            tensors.PAST_LENGTH: np.array([past], np.int64),
-            tensors.LOGITS_ROWS: np.array([self.rows], np.int64),
-            tensors.KNOWN_TOKENS: np.array([self.known]),
-        }
-
-    def expected(self, model: Any) -> Array:
-        """The model's logits, float32 ``[R,V]``; the model reads each path of the tree as a text."""
-        logits: dict[int, Array] = {}
-        # Longest paths first, so that their prefixes are not run again.
-        for row in sorted(self.rows, key=lambda row: -int(self.tree.mask[row].sum())):
-            if row not in logits:
-                path = np.flatnonzero(self.tree.mask[row]).tolist()
-                text = np.array([*self.committed, *(self.tokens[node] for node in path)], np.int64)
-                logits.update(zip(path, reference_logits(model, text)[len(self.committed) :], strict=True))
-        return np.stack([logits[row] for row in self.rows])
 
 
 def prefill_calls(manifest: Manifest, text: Sequence[int]) -> Iterator[StepCall]:

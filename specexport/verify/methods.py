@@ -14,17 +14,16 @@ from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.methods import Method
 from specexport.contract.tree import TokenTree
-from specexport.contract.values import counted
+from specexport.contract.values import Progress, counted
 from specexport.exporter.checkpoints.locate import locate
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import BackendOptions, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
 from specexport.runtime.reader import common_prefix
-from specexport.runtime.speculation.timing import Progress
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.tree_search import record_proposals
-from specexport.verify.logits import LIMITS, NotRunError, Numbers, Outcome, TokenAgreement, pair
+from specexport.verify.logits import NotRunError, Numbers, Outcome, pair
 
 _RECORDED_STEPS = 6
 """Number of tokens decoded after each prompt to record proposals; the model reads the text again for each."""
@@ -113,10 +112,6 @@ class MethodRun:
                 whole = [*text, *engine.generate(text, params, method.name).token_ids]
                 results += [(whole[:length], proposal.candidates[:, 0]) for length, proposal in recorder]
         return results
-
-    def agreement(self, *stored: str) -> TokenAgreement:
-        """An empty agreement with the limits of the coarsest of the ``stored`` precisions."""
-        return TokenAgreement(max((LIMITS[kind] for kind in stored), key=lambda limits: limits.rms))
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from specexport.contract.methods import Method
 from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
-from specexport.exporter.engines.options import CompileOptions
-from specexport.exporter.options import BuildOptions
+from specexport.exporter.options import BuildOptions, CompileOptions
 from tests.checkpoints import (
     GROUPED,
     VOCAB,

@@ -16,7 +16,8 @@ from unittest import mock
 
 import gguf
 import numpy as np
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence
 from transformers import AutoTokenizer, PreTrainedConfig
 
@@ -40,6 +41,10 @@ _SAMPLING = {
 _LIKE_GPT2 = ("", "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4", "trillion")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 """Values of ``tokenizer.ggml.pre`` that split text like GPT-2's tokenizer; the second group also separates digits."""
+_WHOLE_WORDS = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
+)  # fmt: skip
+"""Values of it whose tokenizers take a word that is a token whole, even if no merges lead to it."""
 _UNMAPPED = {
     "phi3": {"attention.sliding_window": "sliding_window"},
     "starcoder2": {"rope.freq_base": "rope_theta"},
@@ -156,6 +161,8 @@ def _require_sizes(header: Header, config: dict[str, Any]) -> None:
 def _set_split(header: Header, tokenizer: Tokenizer) -> None:
     """Sets the tokenizer to split texts as the file states; transformers splits all unknown kinds like GPT-2."""
     kind = header.get("tokenizer.ggml.pre", str, "default")
+    if kind in _WHOLE_WORDS and isinstance(tokenizer.model, BPE):
+        tokenizer.model.ignore_merges = True
     if not isinstance(tokenizer.pre_tokenizer, ByteLevel) or kind in _LIKE_GPT2:
         return
     if kind not in _SINGLE_DIGITS:
@@ -167,8 +174,15 @@ def _set_split(header: Header, tokenizer: Tokenizer) -> None:
 
 
 def _set_prefix(header: Header, tokenizer: Tokenizer) -> None:
-    """Puts no space before texts if the file says so; transformers ignores that."""
-    if header.get("tokenizer.ggml.add_space_prefix", bool, True) or not isinstance(tokenizer.pre_tokenizer, Metaspace):
+    """Puts a space before texts, or none, as the file states.
+
+    transformers always puts one, but not before a text that begins with one, nor after a special token.
+    """
+    if not isinstance(tokenizer.pre_tokenizer, Metaspace):
+        return
+    if header.get("tokenizer.ggml.add_space_prefix", bool, True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.pre_tokenizer = None
         return
     tokenizer.pre_tokenizer.prepend_scheme = "never"
     # Without the removal of a first space.
