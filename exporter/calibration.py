@@ -346,5 +346,6 @@ def _rounded_tensor(
         read=read,
         scales=lambda: Scales(kind, block, factors, zero),
         kind=kind,
+        form="int8" if kind == "int8" else "",  # joined with int4, that would be stored in int8, too
         rounding=RoundingError.of(weight.numpy(), read().numpy()),
     )
