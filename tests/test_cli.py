@@ -165,7 +165,8 @@ def test_a_bad_request_is_explained_in_one_line(
 )
 def test_of_two_names_an_error_has_the_commands_flag(words: list[str], flag: str) -> None:
     arguments = parser(words).parse_args(words)
-    assert _with_flag("max_seq_len (max_model_len) is 9, but", arguments) == f"{flag} is 9, but"
+    error = BuildError("max_seq_len (max_model_len) is 9, but", param="max_seq_len")
+    assert _with_flag(error, arguments) == f"{flag} is 9, but"
 
 
 def test_a_missing_extra_names_what_failed() -> None:

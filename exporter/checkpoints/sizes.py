@@ -211,7 +211,8 @@ def require_positions(tokens: int, positions: int, source: str) -> None:
     if tokens > positions:
         raise BuildError(
             f"max_seq_len (max_model_len) is {tokens}, but {source} was made for {positions} positions; expected at "
-            f"most {positions}"
+            f"most {positions}",
+            param="max_seq_len",
         )
 
 

@@ -70,7 +70,8 @@ def _require_positions(source: str, positions: int, max_seq_len: int) -> None:
     if positions < max_seq_len:
         raise BuildError(
             f"max_seq_len (max_model_len) is {max_seq_len}, but the draft {source} was made for {positions} positions; "
-            f"set it to at most {positions}, or choose another draft"
+            f"set it to at most {positions}, or choose another draft",
+            param="max_seq_len",
         )
 
 

@@ -167,7 +167,8 @@ def _require_method(arguments: argparse.Namespace, method: str) -> None:
     if (expanded(arguments.model) / MANIFEST_NAME).is_file():
         if name != method:
             raise RequestError(
-                f"--method is {method!r}; expected a name alone, as options are set by --speculative-config {method}"
+                f"--method is {method!r}; expected a name alone, as options are set by --speculative-config {method}",
+                param="method",
             )
         return
     if name == method and (not method_type(name).needs_graph or name in {built.name for built in read_methods(config)}):
