@@ -45,10 +45,10 @@ from specexport.exporter.quantize import (
 _WINDOW = 256
 MIN_TOKENS = _WINDOW
 """Minimum number of tokens of calibration data; with fewer, matrices are rounded worse than without data."""
-_TOKENS = 4096
+_TOKENS = 16384
 _MAX_PRODUCTS = 1 << 44
 """Maximum number of multiplications of the pass over the text, a few minutes on two cores; large models read less."""
-_DAMPING = 0.01
+_DAMPING = 0.003
 """Share of the mean diagonal that is added to the diagonal of ``x.T @ x``, which is mostly near zero for few tokens."""
 _COLUMNS = 128
 """Number of inputs that compensate for each other's errors one by one, before one product corrects all later inputs."""
@@ -103,7 +103,7 @@ def _text_of(path: Path, at: int, line: str) -> str:
 def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, progress: Progress) -> Checkpoint:
     """Rounds a checkpoint's matrices, each for the inputs that it gets from the matrices rounded before it.
 
-    Large matrices are read one at a time, and kept as integers. Embeddings, the head and the down projections chosen by
+    Large matrices are read one at a time, and kept as integers. Embeddings, the head and the matrices chosen by
     :func:`_int8_matrices` get int8, all others int4.
 
     Args:
@@ -150,36 +150,40 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
 
 
 def _int8_matrices(checkpoint: Checkpoint, matrices: dict[str, nn.Linear], block_size: int) -> set[str]:
-    """The names of the matrices to store in int8: down projections, whose inputs vary most between tokens.
+    """The names of the matrices to store in int8: projections of values, and down projections.
 
-    The model must not become larger than llama.cpp's Q4_K_M, which also gives them more bits. Down projections of the
-    first and last layers are chosen first, then every third, then the others.
+    Values are few, and attention averages over them, but does not forget their errors; the inputs of down projections
+    vary most between tokens. The model must not become larger than llama.cpp's Q4_K_M, which also gives both more bits.
+    Values come first, then down projections of the first and last layers, then every third, then the others.
     """
     model = checkpoint.model
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     width, widest = table.shape[1], max(matrix.in_features for matrix in matrices.values())
     down = [name for name, matrix in matrices.items() if (matrix.out_features, matrix.in_features) == (width, widest)]
     down = down if widest > width else []
-    count = len(down)
-    eighth = count // 8
-    first = [at for at in range(count) if at < eighth or at >= count - eighth]
-    third = [at for at in range(count) if at not in first and (at - eighth) % 3 == 2]
-    order = [*first, *third, *(at for at in range(count) if at not in first and at not in third)]
-    six_bit = set(first + third)
+    values = [name for name in matrices if name.endswith(".v_proj.weight")]
+    first, third, others = _in_thirds(down)
+    six_bit = {*first, *third, *(name for part in _in_thirds(values)[:2] for name in part)}
     sizes = {name: matrix.weight.numel() for name, matrix in matrices.items()}
     spare = head.numel() * (_q4_k_m(head.shape[1], six_bit=True) - 8 - 16 / block_size)
     if table is not head:  # llama.cpp then treats the embedding like any other matrix
         spare += table.numel() * (_q4_k_m(table.shape[1], six_bit=False) - 8 - 16 / block_size)
     for name, matrix in matrices.items():
-        in_six_bits = name in down and down.index(name) in six_bit
-        spare += sizes[name] * (_q4_k_m(matrix.in_features, six_bit=in_six_bits) - 4 - 20 / block_size)
+        spare += sizes[name] * (_q4_k_m(matrix.in_features, six_bit=name in six_bit) - 4 - 20 / block_size)
     int8 = set[str]()
-    for at in order:
-        name = down[at]
+    for name in (*values, *first, *third, *others):
         if (spare := spare - sizes[name] * (4 - 4 / block_size)) < 0:
             break
         int8.add(name)
     return int8
+
+
+def _in_thirds(names: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """A matrix of each layer: those of the first and last eighth of the layers, every third between, and the others."""
+    eighth = len(names) // 8
+    outer = [*names[:eighth], *names[len(names) - eighth :]]
+    inner = names[eighth : len(names) - eighth]
+    return outer, inner[2::3], [name for at, name in enumerate(inner) if at % 3 != 2]
 
 
 def _q4_k_m(depth: int, *, six_bit: bool) -> float:
@@ -342,5 +346,6 @@ def _rounded_tensor(
         read=read,
         scales=lambda: Scales(kind, block, factors, zero),
         kind=kind,
+        form="int8" if kind == "int8" else "",  # joined with int4, that would be stored in int8, too
         rounding=RoundingError.of(weight.numpy(), read().numpy()),
     )

@@ -159,6 +159,9 @@ def check(options: BuildOptions, checkpoint: Checkpoint) -> None:
 def write_target(build: Build, plan: BuildPlan, checkpoint: Checkpoint, calibration: Sequence[int]) -> WrittenTarget:
     """Traces the step graph with the methods' additions, and writes it; a split target is traced rank by rank."""
     options, ranks = build.options, build.options.tensor_parallel
+    if options.calibrated:  # first, as matrices that are stored alike are joined when they are traced
+        block_size = options.target_storage.block_size or DEFAULT_BLOCK_SIZE
+        checkpoint = calibrate(checkpoint, calibration, block_size, build.progress)
     with build.during("tracing the target"):
         added = [exporter_of(method).add_to_target(method, checkpoint, options, plan) for method in plan.methods]
         graphs = [graph for graph in added if isinstance(graph, TracedGraph)]
@@ -171,9 +174,6 @@ def write_target(build: Build, plan: BuildPlan, checkpoint: Checkpoint, calibrat
         step = _StepTracer(options, plan, checkpoint, [each for each in added if isinstance(each, Addition)])
         if ranks == 1:
             graphs = [step.trace(checkpoint), *graphs]
-    if options.calibrated:
-        block_size = options.target_storage.block_size or DEFAULT_BLOCK_SIZE
-        checkpoint = calibrate(checkpoint, calibration, block_size, build.progress)
     if ranks > 1:
         models = iter([_write_ranks(build, step)])
     else:

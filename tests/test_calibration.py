@@ -64,6 +64,24 @@ def test_calibration_uses_rounded_inputs(tmp_path: Path) -> None:
     assert all(torch.equal(weight, exact[name]) for name, weight in checkpoint.model.named_parameters())
 
 
+def test_values_and_down_projections_get_int8_while_the_model_is_no_larger_than_q4_k_m(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 8, "num_key_value_heads": 4}
+    checkpoint = load_checkpoint(str(make_checkpoint(tmp_path / "target", "llama", **sizes)))
+    tensors = calibrate(checkpoint, list(range(3, 300)), 32, lambda *_: None).tensors
+    kinds = {name: weight.kind for name, weight in tensors.items() if isinstance(weight, RoundedTensor)}
+    assert {name.split(".")[-2] for name, kind in kinds.items() if kind == "int4"} == {
+        *("q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+    assert {kinds[f"model.layers.{at}.self_attn.v_proj.weight"] for at in range(8)} == {"int8"}
+    down = [at for at in range(8) if kinds[f"model.layers.{at}.mlp.down_proj.weight"] == "int8"]
+    assert {0, 7} < set(down) < set(range(8))  # those of the outer layers first
+    # llama.cpp has 5.5 bits for rows of 192, and Q4_K or Q6_K for those of 512.
+    matrices = sum(tensors[name].read().numel() * (8.5 if kind == "int8" else 4.625) for name, kind in kinds.items())
+    narrow = sum(tensors[name].read().numel() for name in kinds if "down_proj" not in name and "lm_head" not in name)
+    outer, head = 4 * 192 * 512, tensors["lm_head.weight"].read().numel()
+    assert matrices <= 8.5 * head + 5.5 * narrow + 3 * 4 * 192 * 192 + 6.5625 * outer + 4.5 * outer
+
+
 def test_calibration_data_changes_the_rounding(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", "llama", **WIDE)
     (tmp_path / "a.txt").write_text("people went back home and thought " * 40, encoding="utf-8")

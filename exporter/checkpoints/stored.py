@@ -317,8 +317,10 @@ class StandIns:
 
 
 def attach_stored(parameter: torch.Tensor, tensor: StoredTensor) -> None:
-    """Attaches the stored tensor to a stand-in."""
+    """Attaches the stored tensor, and its form, to a stand-in."""
     setattr(parameter, _STORED, tensor)
+    if tensor.form:
+        setattr(parameter, _FORM, tensor.form)
 
 
 def stored_tensor(parameter: torch.Tensor) -> StoredTensor | None:
