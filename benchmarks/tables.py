@@ -308,7 +308,7 @@ def prompts() -> str:
             if cell["best"]:
                 name = ENGINES[cell["engine"]] + (", by default" if cell["method"] == "default" else "")
                 rows.setdefault((cell["precision"], name), {})[length] = cell["first_token_s"]
-    cells = [(*key, *(f"{row[length]:.2f}" for length in lengths)) for key, row in rows.items()]
+    cells = [(*key, *(f"{row[at]:.2f}" if at in row else "" for at in lengths)) for key, row in rows.items()]
     return markdown(("weights", "engine", "128 tokens", "1,024"), cells)
 
 
