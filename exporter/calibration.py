@@ -48,6 +48,8 @@ MIN_TOKENS = _WINDOW
 _TOKENS = 16384
 _MAX_PRODUCTS = 1 << 44
 """Maximum number of multiplications of the pass over the text, a few minutes on two cores; large models read less."""
+_MAX_INPUTS = 1 << 26
+"""Maximum number of inputs of a matrix in memory, of all tokens; models with wide layers read less."""
 _DAMPING = 0.003
 """Share of the mean diagonal that is added to the diagonal of ``x.T @ x``, which is mostly near zero for few tokens."""
 _COLUMNS = 128
@@ -116,7 +118,6 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
         The checkpoint with the rounded matrices among its tensors.
     """
     length = min(_WINDOW, checkpoint.max_positions, len(tokens))
-    count = min(_TOKENS, _MAX_PRODUCTS // checkpoint.parameters, len(tokens)) // max(1, length)
     model = checkpoint.model
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tables = {id(table.weight) for table in (model.get_input_embeddings(), model.get_output_embeddings())}
@@ -130,6 +131,9 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
         and not isinstance(checkpoint.tensors.get(names[id(module.weight)]), QuantizedTensor)
         and block_for(module.in_features, block_size) is not None
     }
+    widest = max((matrix.in_features for matrix in matrices.values()), default=1)
+    most = min(_TOKENS, _MAX_PRODUCTS // checkpoint.parameters, _MAX_INPUTS // widest, len(tokens))
+    count = most // max(1, length)
     head = model.get_output_embeddings()
     rounded: dict[str, RoundedTensor] = {}
     if head.weight is not model.get_input_embeddings().weight and id(head.weight) in names:
