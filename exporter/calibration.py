@@ -45,11 +45,11 @@ from specexport.exporter.quantize import (
 _WINDOW = 256
 MIN_TOKENS = _WINDOW
 """Minimum number of tokens of calibration data; with fewer, matrices are rounded worse than without data."""
-_TOKENS = 16384
+_TOKENS = 4096
 _MAX_PRODUCTS = 1 << 44
 """Maximum number of multiplications of the pass over the text, a few minutes on two cores; large models read less."""
-_MAX_INPUTS = 1 << 26
-"""Maximum number of inputs of a matrix in memory, of all tokens; models with wide layers read less."""
+_INPUTS = 1 << 24
+"""Number of inputs of the widest matrix, of all tokens; models with narrow layers read more than ``_TOKENS``."""
 _DAMPING = 0.003
 """Share of the mean diagonal that is added to the diagonal of ``x.T @ x``, which is mostly near zero for few tokens."""
 _COLUMNS = 128
@@ -132,7 +132,7 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
         and block_for(module.in_features, block_size) is not None
     }
     widest = max((matrix.in_features for matrix in matrices.values()), default=1)
-    most = min(_TOKENS, _MAX_PRODUCTS // checkpoint.parameters, _MAX_INPUTS // widest, len(tokens))
+    most = min(max(_TOKENS, _INPUTS // widest), _MAX_PRODUCTS // checkpoint.parameters, len(tokens))
     count = most // max(1, length)
     head = model.get_output_embeddings()
     rounded: dict[str, RoundedTensor] = {}
