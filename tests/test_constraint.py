@@ -186,7 +186,7 @@ def test_a_schema_that_cannot_be_used_is_refused(engine: Engines, schema: str, w
         engine("llama-near").stream(PROMPT, SamplingParams(json_schema=schema))
 
 
-def test_keywords_that_constrain_nothing_are_taken(engine: Engines) -> None:
+def test_keywords_that_constrain_nothing_are_accepted(engine: Engines) -> None:
     """As generators of schemas write them; llguidance refuses them."""
     idle = {"uniqueItems": False, "propertyNames": {"type": "string"}, "format": "password"}
     used = {"format": "date", "minLength": 10, "enum": [{"format": "password"}]}
@@ -195,17 +195,17 @@ def test_keywords_that_constrain_nothing_are_taken(engine: Engines) -> None:
         "properties": {"format": {**used, **idle, "format": "date"}, "uniqueItems": {"anyOf": [idle]}},
         "additionalProperties": {"type": "array", "items": idle, "minContains": 0},
     }
-    made = grammars(engine("llama-near"))
+    compiled = grammars(engine("llama-near"))
     optional = {"anyOf": [{"not": {}}, {"type": "string"}]}
-    for taken in ({"type": "object", **idle}, {"properties": {"a": optional}, "additionalProperties": {"not": {}}}):
-        made.constraint("json_schema", json.dumps(taken))
+    for accepted in ({"type": "object", **idle}, {"properties": {"a": optional}, "additionalProperties": {"not": {}}}):
+        compiled.constraint("json_schema", json.dumps(accepted))
     assert _without_idle_keywords(schema) == {
         "properties": {"format": used, "uniqueItems": {"anyOf": [{}]}},
         "additionalProperties": {"type": "array", "items": {}},
     }
     for other in ({"format": "regex"}, {"uniqueItems": True}, {"propertyNames": {"pattern": "a"}}):
         with pytest.raises(RequestError, match=r"Unknown format|Unimplemented keys"):
-            made.constraint("json_schema", json.dumps({"type": "string", **other}))
+            compiled.constraint("json_schema", json.dumps({"type": "string", **other}))
 
 
 def test_a_grammar_that_cannot_be_used_is_refused(engine: Engines) -> None:

@@ -14,6 +14,7 @@ from specexport import LLM, AsyncEngine
 from specexport.cli import parser
 from specexport.commands.flags import UsageError, add_flags, from_flags
 from specexport.contract.errors import BuildError, RequestError
+from specexport.contract.methods.base import MethodOptions
 from specexport.contract.options import Options, option, options
 from specexport.exporter.options import BuildOptions, BuildSettings
 from specexport.options import EngineOptions, ListenOptions, ServerOptions, ServiceOptions
@@ -204,3 +205,11 @@ def test_contradictions_name_the_parameter() -> None:
             SamplingParams(**given)
         assert caught.value.param == message.split()[0]
         assert str(caught.value).startswith(message)
+
+
+def test_a_method_that_nothing_makes_for_a_target_is_named() -> None:
+    class Bare(MethodOptions, frozen=True, kw_only=True, tag="bare"):
+        pass
+
+    with pytest.raises(BuildError, match="the method bare has neither options that make it for a target"):
+        Bare().for_target(1)

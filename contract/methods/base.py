@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ca
 import msgspec
 from msgspec import Meta
 
+from specexport.contract.errors import BuildError
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.shapes import CATCH_UP_TOKENS, Size, Strict
 from specexport.contract.signature import GraphSignature
@@ -68,7 +69,10 @@ class MethodOptions(Strict, frozen=True, kw_only=True, tag_field="method"):
 
     def for_target(self, parameters: int) -> Method:
         """The method for a target with this many parameters, if it needs no checkpoint; else its exporter makes it."""
-        raise NotImplementedError
+        raise BuildError(
+            f"the method {self.name} has neither options that make it for a target (for_target) nor an exporter that "
+            "resolves them; its package has to define one of them"
+        )
 
     @property
     def sizes(self) -> tuple[int, ...]:
