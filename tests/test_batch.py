@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
+import mmap
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -231,6 +233,28 @@ def test_cache_sizes_follow_the_longest_request(generous: Callable[..., Engine])
     assert (*start, *tokens_of(first))[:24] == alone[0]
     assert single.generate(short, GREEDY).token_ids == alone[0]
     assert single._target.cache_bytes < large
+
+
+def test_without_address_space_the_cache_grows_with_its_texts(
+    generous: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [5 + i % 290 for i in range(100)]
+    params = GREEDY.replace(max_tokens=80)
+    expected = generous("llama-near-batch").generate(prompt, params).token_ids
+    reserve = mmap.mmap
+
+    def limited(file: int, length: int, *arguments: Any) -> mmap.mmap:
+        if length > limit:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return reserve(file, length, *arguments)
+
+    engine = generous("llama-near-batch")
+    limit = engine._target.cache_bytes * 3
+    engine.close()
+    monkeypatch.setattr(mmap, "mmap", limited)
+    engine = generous("llama-near-batch")
+    assert engine.generate(prompt, params).token_ids == expected
+    assert 128 < engine._target._cache.rows < engine._target.cache_sizes[-1]
 
 
 # --- prefixes ---------------------------------------------------------------------------------------------------------

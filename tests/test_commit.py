@@ -54,7 +54,7 @@ def random_path(tree: TokenTree, random: np.random.Generator) -> list[int]:
 
 
 def rows_of(graph: Graph, count: int) -> list[np.ndarray]:
-    return [cache[0, :, :count].copy() for cache in graph._cache.now.parts.values()]
+    return [cache[0, :, :count].copy() for cache in graph._cache.parts.values()]
 
 
 def test_rows_of_accepted_paths_are_those_of_the_text(graphs: tuple[Graph, Graph]) -> None:
@@ -95,7 +95,7 @@ def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Call
     both_slots = RunShape(NODES, NODES, slots=range(2))
     inputs = graph.inputs(both_slots)
     inputs[tensors.INPUT_IDS][:] = np.arange(2 * NODES).reshape(2, NODES) + 5
-    caches = graph._cache.now.parts
+    caches = graph._cache.parts
     for cache in caches.values():
         cache[:, :, NODES:] = POISON
     graph.run(both_slots)
@@ -103,7 +103,7 @@ def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Call
     expected = {name: cache.copy() for name, cache in caches.items()}
     if portable:
         assert all((cache[:, :, :NODES] == 0).all() for cache in caches.values()), "a run alone wrote rows"
-        for block, rows in zip(graph._cache.now.blocks, graph._last[1].new_rows, strict=True):
+        for block, rows in zip(graph._cache.blocks, graph._last[1].new_rows, strict=True):
             for name, cache in caches.items():
                 layer = next((at for at, part in enumerate(block) if np.shares_memory(part, cache)), None)
                 if layer is not None:
@@ -127,13 +127,13 @@ def test_portable_drafts_commit_only_input_rows(bundle: Callable[[str], Path]) -
     opened = Bundle.open(bundle("llama-near-portable"))
     (method,) = opened.manifest.methods
     graph = open_backend(opened, BackendOptions("onnxruntime", 1)).open(method.draft, 1, method.signature.buffers)
-    for cache in graph._cache.now.parts.values():
+    for cache in graph._cache.parts.values():
         cache[:] = POISON
     proposer = DraftModelProposer(graph, opened.manifest)
     tree = method.token_trees()[0]
     view = SlotView(0, list(range(5, 25)), SamplingParams(temperature=0.0), np.random.default_rng(0), tree)
     proposer.propose([view])
-    for cache in graph._cache.now.parts.values():
+    for cache in graph._cache.parts.values():
         written = (cache[0, 0] != POISON).any(-1)
         assert written.sum() == len(view.tokens) + tree.depth - 1
         assert written[: written.sum()].all()

@@ -115,6 +115,7 @@ class MeasuredPolicy(SpeculationPolicy):
         self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
         self._size, self._text = 1, 1
         self._seconds: dict[int, float] = {}
+        self._added_seconds: dict[tuple[str, int], float] = {}
         # Between decisions.
         self._last_shape = 1, 1  # batch size and width of the last step
         self._pause = Pause()
@@ -136,7 +137,7 @@ class MeasuredPolicy(SpeculationPolicy):
         longest = max(len(request.view.tokens) for request in requests)
         self._text = -(-longest // _TEXT) * _TEXT
         self._size = self._batch(requests)
-        self._seconds = {}
+        self._seconds, self._added_seconds = {}, {}
         if len(requests) == 1 and requests[0].fixed:
             super().assign(requests)
             view = requests[0].view
@@ -160,8 +161,14 @@ class MeasuredPolicy(SpeculationPolicy):
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
         self._most_plain = min(int(_DECISION / (_DECISION_SHARE * self._verify(1))), _LONGEST_PAUSE)
         self._found = any(self._looked_up.values())
-        pauses = not self._chosen and (not self._found or self._most_plain > MAX_PLAIN_STEPS)
-        self._pause.follow(requests, joining, MAX_PLAIN_STEPS if pauses else 0)
+        # In a batch, tokens found for one request seldom pay, and to decide takes longer; so every other step decides.
+        if self._chosen:
+            most = 0
+        elif not self._found or self._most_plain > MAX_PLAIN_STEPS:
+            most = MAX_PLAIN_STEPS
+        else:
+            most = int(len(requests) > 1)
+        self._pause.follow(requests, joining, most)
 
     def _repeats(self, requests: Sequence[Request]) -> bool:
         """Whether look-ups find draft tokens for any of the requests."""
@@ -229,44 +236,51 @@ class MeasuredPolicy(SpeculationPolicy):
         request.view.tree = self._fits[name][0].tree  # the longest to look up
         tokens = self._looked_up[request] = self.look_up(name, request.view)
 
-        plain = self._verify(1)
-        batch = self._sizes[0]  # of a device all slots, whose requests share one run of the draft
-        sharing = min(batch, running)
-
-        def worth(speculating: str, fits: Sequence[Fit]) -> float:
-            """Tokens that a method is expected to add to the step, less the value of its time."""
-            return max(
-                gain
-                - rate
-                * (self._verify(fit.width) - plain + self._costs.propose(speculating, batch, fit.nodes) / sharing)
-                - rate * self._read(speculating, request) / _steps(request, gain)
-                for gain, fit in self._gains(request, speculating, fits)
-            )
-
         fitting = [fit for fit in self._fits[name] if fit.nodes <= len(tokens) + 1]
-        better = fitting and worth(name, fitting) > max(0.0, worth(method, self._within(method, request)))
+        if not fitting:
+            return None
+        worth = self._worth(request, name, fitting, rate, running)
+        better = worth > 0.0 and worth > self._worth(request, method, self._within(method, request), rate, running)
         return name if better else None
+
+    def _worth(self, request: Request, method: str, fits: Sequence[Fit], rate: float, running: int) -> float:
+        """Tokens that the best of the trees is expected to add to the step, less the value of its time."""
+        reading = rate * self._read(method, request)
+        values = []
+        for gain, fit in self._gains(request, method, fits):
+            value = gain - rate * self._added(method, fit, running)
+            values.append(value - reading / _steps(request, gain) if reading else value)
+        return max(values)
+
+    def _added(self, method: str, fit: Fit, running: int) -> float:
+        """Seconds that a request's tree adds to a step of ``running`` requests, which share a run of the draft."""
+        key = method, fit.nodes
+        if key not in self._added_seconds:
+            batch = self._sizes[0]  # of a device all slots
+            proposing = self._costs.propose(method, batch, fit.nodes) / min(batch, running)
+            self._added_seconds[key] = self._verify(fit.width) - self._verify(1) + proposing
+        return self._added_seconds[key]
 
     def _options(self, name: str, members: Sequence[Request]) -> list[Option]:
         """A method's options in a step: one for each limit on the width of its trees."""
-        gains = {request: self._gains(request, name, self._within(name, request)) for request in members}
         batch = self._batch(members)
-        reading = {request: self._read(name, request) for request in members}
-        by_width: dict[int, list[tuple[Request, tuple[float, Fit]]]] = {}
-        for request, pairs in gains.items():
-            for pair in pairs:
-                by_width.setdefault(pair[1].width, []).append((request, pair))
+        reading = {request: seconds for request in members if (seconds := self._read(name, request))}
+        by_width: dict[int, list[tuple[Request, float, Fit]]] = {}
+        for request in members:
+            for gain, fit in self._gains(request, name, self._within(name, request)):
+                by_width.setdefault(fit.width, []).append((request, gain, fit))
         options = []
-        most: dict[Request, tuple[float, Fit]] = {}
+        gains: dict[Request, float] = {}
+        fits: dict[Request, Fit] = {}
         for width in sorted(by_width):
-            for request, pair in by_width[width]:
-                if request not in most or pair[0] >= most[request][0]:
-                    most[request] = pair
-            fits = {request: fit for request, (_, fit) in most.items()}
-            nodes = max(fit.nodes for fit in fits.values())
+            for request, gain, fit in by_width[width]:
+                if gain >= gains.get(request, 0.0):
+                    gains[request], fits[request] = gain, fit
+            nodes = max([fit.nodes for fit in fits.values()])
             seconds = self._costs.propose(name, batch, nodes)
-            seconds += sum(reading[request] / _steps(request, gain) for request, (gain, _) in most.items())
-            options.append(Option(width, sum(gain for gain, _ in most.values()), seconds, fits))
+            if reading:
+                seconds += sum(read / _steps(request, gains[request]) for request, read in reading.items())
+            options.append(Option(width, sum(gains.values()), seconds, fits.copy()))
         return options
 
     def _probe(self, name: str, members: list[Request], width: int, running: int) -> Probe:
@@ -317,14 +331,14 @@ class MeasuredPolicy(SpeculationPolicy):
         """The expected number of accepted draft tokens of each tree, up to the output's end."""
         key = request, method, len(fits)
         if key not in self._gained:
-            deepest: dict[int, int] = {}
-            for fit in fits:
-                deepest[fit.acceptance_class] = max(fit.depth, deepest.get(fit.acceptance_class, 0))
-            gains = {
-                kind: self._acceptance(request, method, kind)[0].expected(depth) for kind, depth in deepest.items()
-            }
-            most = request.remaining - 1.0
-            self._gained[key] = [(min(gains[fit.acceptance_class][fit.depth], most), fit) for fit in fits]
+            most, pairs = request.remaining - 1.0, []
+            expected: dict[int, Sequence[float]] = {}
+            for fit in fits:  # the largest first, so the first of a class is its deepest
+                kind = fit.acceptance_class
+                if kind not in expected:
+                    expected[kind] = self._acceptance(request, method, kind)[0].expected(fit.depth)
+                pairs.append((min(expected[kind][fit.depth], most), fit))
+            self._gained[key] = pairs
         return self._gained[key]
 
     def _fit(self, name: str, tree: TokenTree) -> Fit:

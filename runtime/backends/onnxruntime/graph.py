@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import weakref
@@ -18,7 +19,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import Interface, cache_inputs, cache_outputs, describe, interfaces
 from specexport.contract.tensors import DECLARED
 from specexport.runtime.backend import TILE, Array, BackendOptions, Buffers, Graph, RunShape
-from specexport.runtime.backends.onnxruntime.cache import GrowingCache, Rows
+from specexport.runtime.backends.onnxruntime.cache import Rows
 from specexport.runtime.backends.onnxruntime.graph_cache import GraphCache
 from specexport.runtime.backends.onnxruntime.kernels import PackedWeights, add_kernels, kernels, not_claimed
 from specexport.runtime.bundle import Bundle, open_linked
@@ -168,9 +169,13 @@ class OnnxRuntimeGraph(Graph):
         # Recurrent states cannot go back to read tokens again, as a run that is widened for another slot would.
         self.any_width = self._states is None
         self._in_place = lowering == "native"
-        self._narrowest = 1 if kernels().devices and not self.not_claimed else 2
+        ours = bool(kernels().devices) and not self.not_claimed
+        self._narrowest = 1 if ours else 2
         self._buffers = buffers
-        self._cache = GrowingCache(model.cache, slots, self.cache_sizes)
+        # Our kernels read the rows of a text alone, so for them a cache has its largest size from the start.
+        self._reserved = self.cache_sizes[-1] if ours and self._in_place else 0
+        self._cache = Rows(model.cache, slots, 0)
+        self._cache_rows = 0
         self._arrays: dict[ShapePoint, _Arrays] = {}  # by shape points with cache 0, as they fit all cache sizes
         self._bound: dict[RunShape, Any] = {}
         self._last: tuple[int, _Arrays] | None = None  # the first slot of the last run, and its arrays
@@ -178,12 +183,13 @@ class OnnxRuntimeGraph(Graph):
 
     @property
     def cache_rows(self) -> int:
-        return self._cache.now.rows
+        return self._cache_rows
 
     @property
     def cache_bytes(self) -> int:
         states = 0 if self._states is None else self._states.nbytes
-        return states + sum(block.nbytes for block in self._cache.now.blocks)
+        cache = sum(block.nbytes for block in self._cache.blocks)
+        return states + (cache * self._cache_rows // self._cache.rows if cache else 0)
 
     @property
     def not_claimed(self) -> Counter[str]:
@@ -215,19 +221,28 @@ class OnnxRuntimeGraph(Graph):
         return min(max(size, _LONG_CHUNK) if alone else size, -(-tokens // TILE) * TILE)
 
     def _resize(self, rows: int) -> None:
-        self._cache.resize(rows, self._filled)
-        self._bound.clear()
+        # Freeing rows means copying the others, which half of the cache is worth.
+        if not self._reserved or self._cache.rows < rows or 2 * rows <= self._cache_rows:
+            cache = self._allocate(rows)
+            cache.copy_from(self._cache, self._filled)
+            self._cache = cache
+            self._bound.clear()
+        self._cache_rows = rows
+
+    def _allocate(self, rows: int) -> Rows:
+        with contextlib.suppress(MemoryError):
+            return Rows(self._layers, self._slots, max(rows, self._reserved))
+        self._reserved = 0  # where address space is limited, the cache grows with its texts
+        return Rows(self._layers, self._slots, rows)
 
     def _copy(self, source: int, to: int, rows: int) -> None:
-        self._cache.mark_changed(to, 0)
-        for block in self._cache.now.blocks:
+        for block in self._cache.blocks:
             block[:, to, :, :rows] = block[:, source, :, :rows]
         if self._states is not None and rows:
             self._states.copy(source, to)
 
     def _commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         count = len(nodes)
-        self._cache.mark_changed(slot, past)
         assert self._last is not None
         first, arrays = self._last
         if self._states is not None:
@@ -236,7 +251,7 @@ class OnnxRuntimeGraph(Graph):
         if self._in_place and in_order:
             return
         start, at = (past, slot) if self._in_place else (0, slot - first)
-        blocks = self._cache.now.blocks
+        blocks = self._cache.blocks
         for block, source in zip(blocks, blocks if self._in_place else arrays.new_rows, strict=True):
             rows = source[:, at, :, start:]
             # Not take(), which would first copy the whole cache to make it contiguous.
@@ -253,8 +268,6 @@ class OnnxRuntimeGraph(Graph):
 
     def _run(self, shape: RunShape) -> dict[str, Array]:
         arrays, slots = self._arrays_of(shape), shape.slots
-        if self._layers:
-            self._cache.advance(self._filled)
         binding = self._bound.get(shape)
         if binding is None:
             binding = self._bound[shape] = self._bind(slots, arrays)
@@ -293,7 +306,7 @@ class OnnxRuntimeGraph(Graph):
             binding.bind_ortvalue_input(name, value_of(array))
         for name, array in arrays.outputs.items():
             binding.bind_ortvalue_output(name, value_of(array))
-        for name, array in self._cache.now.parts.items():
+        for name, array in self._cache.parts.items():
             value = value_of(array[slots.start : slots.stop])
             binding.bind_ortvalue_input(name, value)
             if self._in_place:
