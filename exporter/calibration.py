@@ -61,11 +61,7 @@ _MAX_FILE = 1 << 26
 
 
 def calibration_text(path: Path | None) -> str:
-    """The text to calibrate with: a file of text, or JSON lines with ``text`` or ``messages``; None for the default.
-
-    Raises:
-        BuildError: the file is missing, unreadable or empty.
-    """
+    """The text to calibrate with: a file of text, or JSON lines with ``text`` or ``messages``; None for the default."""
     if path is None:
         return resources.files("specexport.exporter").joinpath("texts/calibration.txt").read_text(encoding="utf-8")
     try:

@@ -65,11 +65,7 @@ def for_checkpoint(options: BuildOptions) -> BuildOptions:
 
 
 def build_target(build: Build) -> WrittenTarget:
-    """Loads, checks, traces, rewrites and writes the target, and measures the effect of its quantization.
-
-    Raises:
-        BuildError: it cannot be read or traced, differs from plain transformers, or does not fit options or methods.
-    """
+    """Loads, checks, traces, rewrites and writes the target, and measures the effect of its quantization."""
     options = build.options
     calibration = read_calibration_text(build)  # before the model, whose loading may take long
     with build.during("loading the target"):

@@ -117,9 +117,6 @@ def train(
         evaluate: returns the end of that line.
         every: number of steps between checkpoints.
         accumulate: number of batches per step.
-
-    Raises:
-        TrainError: the checkpoint is malformed or belongs to another training, or the loss is no longer finite.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [group.setdefault("base_lr", group["lr"]) for group in groups]

@@ -79,11 +79,7 @@ class Checkpoint:
 
 
 def load_checkpoint(source: str) -> Checkpoint:
-    """Loads the model in fp32 and probes its attention layers.
-
-    Raises:
-        BuildError: the checkpoint cannot be found or loaded, or its family cannot be traced.
-    """
+    """Loads the model in fp32 and probes its attention layers."""
     path = locate(source)
     config = read_model_config(path)
     generation, eos = read_generation(path, config)

@@ -27,12 +27,7 @@ _Config = TypeVar("_Config")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        BuildError: the file cannot be read, is larger than 64 MiB, is not JSON or not an object, or has an unpaired
-            surrogate, which UTF-8 cannot encode.
-    """
+    """The object in a JSON file."""
     try:
         size = path.stat().st_size
         content = path.read_bytes() if size <= _MAX_FILE else b""
@@ -54,11 +49,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """The file of each tensor in an index of safetensors.
-
-    Raises:
-        BuildError: it is not such an index.
-    """
+    """The file of each tensor in an index of safetensors."""
     placed = read_object(index).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise BuildError(f"{index}: weight_map is not an object that maps tensors to files; fetch the checkpoint again")
@@ -72,9 +63,6 @@ def read_config(path: Path, kind: type[_Config], subject: str) -> _Config:
         path: the file, which must exist.
         kind: a struct with the fields.
         subject: the model that the file describes, for error messages.
-
-    Raises:
-        BuildError: the file is too large or not JSON, or a field is invalid.
     """
     if path.stat().st_size > _MAX_CONFIG:
         raise BuildError(f"{path}: {path.stat().st_size} bytes; expected at most {_MAX_CONFIG}")
@@ -85,11 +73,7 @@ def read_config(path: Path, kind: type[_Config], subject: str) -> _Config:
 
 
 def require_sane(path: Path, document: dict[str, Any]) -> None:
-    """Refuses absurdly large numbers in a configuration, before its model is created.
-
-    Raises:
-        BuildError: a number is too large; names the file and the field.
-    """
+    """Refuses absurdly large numbers in a configuration, before its model is created."""
     for name, value in _integers(document):
         limit = _MAX_SIZE if _SIZE_FIELDS.search(name) else _MAX_COUNT if _COUNT_FIELDS.search(name) else _MAX_INT
         if abs(value) > limit:

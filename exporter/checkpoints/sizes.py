@@ -203,11 +203,7 @@ def sizes_from_config(document: Mapping[str, Any]) -> ModelSizes:
 
 
 def require_positions(tokens: int, positions: int, source: str) -> None:
-    """Checks that a model supports a context.
-
-    Raises:
-        BuildError: the context is too long.
-    """
+    """Checks that a model supports a context."""
     if tokens > positions:
         raise BuildError(
             f"max_seq_len (max_model_len) is {tokens}, but {source} was made for {positions} positions; expected at "

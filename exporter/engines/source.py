@@ -129,9 +129,6 @@ def write_source(
         compiled: whether TensorRT compiles it. Tables are then in floating point, products read the tokens of several
             slots as the rows of a matrix, and ranks combine their parts within the graph.
         ranks: number of ranks that the model is split among; 0 if it is not split.
-
-    Raises:
-        BuildError: a weight does not fit ``compute``, or the graph has control flow.
     """
     model = ir.load(master)
     if any(node.op_type == "If" for node in ir.traversal.RecursiveGraphIterator(model.graph)):
@@ -158,9 +155,6 @@ def write_segments(source: Path, sizes: dict[str, int]) -> list[Path]:
 
     Args:
         sizes: the symbolic dimensions that are the same in every profile.
-
-    Raises:
-        BuildError: a value that is passed between segments has a size that no shape point determines.
     """
     segments, written = cut(ir.load(source), repeat_sizes=True), []
     try:

@@ -76,11 +76,7 @@ def _require_positions(source: str, positions: int, max_seq_len: int) -> None:
 
 
 def load_draft(source: str, build: Build) -> Checkpoint:
-    """Loads a draft, and checks that our lowering computes the same logits.
-
-    Raises:
-        BuildError: it supports only shorter texts, or cannot be lowered.
-    """
+    """Loads a draft, and checks that our lowering computes the same logits."""
     with build.during("loading the draft"):
         draft = load_checkpoint(source)
     if draft.states and build.options.backend != "onnxruntime":

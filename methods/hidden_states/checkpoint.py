@@ -194,12 +194,7 @@ class DraftOutline(ABC):
         return {name: shape}
 
     def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
-        """Checks a draft, by its files' headers, against a target's hidden size, vocabulary and number of layers.
-
-        Raises:
-            BuildError: a tensor is missing, unknown, or of another shape or type, or the draft was trained for another
-                target; names the file and the tensor or field.
-        """
+        """Checks a draft, by its files' headers, against a target's hidden size, vocabulary and number of layers."""
         for field, value, expected in (
             ("target_hidden_size", self.target_hidden, hidden),
             ("vocab_size", self.vocab, vocab),
@@ -235,9 +230,6 @@ class DraftOutline(ABC):
 
         Tensors that it shares with the target are in the folder ``target``. Rotary frequencies that would change for
         texts longer than ``positions`` are fixed.
-
-        Raises:
-            BuildError: numbers are not finite, or the target lacks a shared tensor; names the tensor.
         """
         draft, stored = self.make(layers), self.stored()
         ids = self._target_ids(stored)
