@@ -78,13 +78,7 @@ class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
 
     A step runs the window, W columns by N - 1 levels whose first node is the root, together with the guesses. A
     request's tree is the maximum number of guesses, chains of N - 1 tokens; if there are fewer guesses, or they have a
-    common prefix, steps take the smallest width that suffices.
-
-    Attributes:
-        window: W.
-        ngram: N.
-        guesses: G.
-        prompt_seeding: see :class:`LookaheadOptions`.
+    common prefix, steps take the smallest width that suffices. The fields are those of :class:`LookaheadOptions`.
     """
 
     window: Window

@@ -153,6 +153,7 @@ class Method:
     """Keys that name checkpoints."""
     role: ClassVar[str] = ""
     """The folder of its own model in a bundle; empty if it has none."""
+    suggestion: ClassVar[Suggestion | None] = None
     draft_name: ClassVar[str] = "draft"
     """Its own model in messages."""
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS,)
@@ -259,8 +260,8 @@ class Method:
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:
-        """Suggests what to build for a target; None if the method does not suit it."""
-        return None
+        """What to build for a target, by default its ``suggestion``; None if the method does not suit it."""
+        return cls.suggestion
 
     # --- trees --------------------------------------------------------------------------------------------------------
     def token_trees(self) -> tuple[TokenTree, ...]:
@@ -334,8 +335,9 @@ def with_trees(method: M, trees: tuple[TokenTree, ...]) -> M:
 
 
 def with_draft(method: M, model: Model) -> M:
-    """The method with this model as its draft."""
-    return _replaced(method, draft=model)
+    """The method with this model as its draft, whose source it names if it has such a key."""
+    named = {"model": model.source} if "model" in method.sources else {}
+    return _replaced(method, draft=model, **named)
 
 
 def _replaced(method: M, **changes: Any) -> M:
@@ -355,7 +357,7 @@ def not_a_chain(tree: TokenTree) -> str | None:
 
 
 class BuiltMethod(Strict, Method, frozen=True, kw_only=True, tag_field="method"):
-    """A method that bundles are built for, as a manifest records it."""
+    """A method that bundles are built for, as a manifest records it; ``options`` documents fields of the same name."""
 
     trees: tuple[Choices, ...]
 

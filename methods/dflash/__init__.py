@@ -16,7 +16,6 @@ from specexport.contract.methods.base import (
     RankedMethod,
     SourceKind,
     Suggestion,
-    TargetProfile,
 )
 from specexport.contract.signature import GraphSignature
 from specexport.contract.tensors import Dim, Tensor
@@ -39,7 +38,6 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
     """A few layers draft a block of tokens in one pass, from states between the target's layers (arXiv 2602.06036).
 
     Attributes:
-        model: folder or hub id of the draft.
         block_size: tokens of the longest block; the first of them is the tree's root.
     """
 
@@ -54,13 +52,13 @@ class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 7, 15)  # up to its block size
     branching: ClassVar[Literal[0, 1, 2]] = 2
 
-    @classmethod
-    def suggest(cls, target: TargetProfile) -> Suggestion | None:
-        why = (
-            "a few layers over the target's own states draft a whole block in one pass; published for many targets "
-            "(z-lab, speculators)"
-        )
-        return Suggestion("dflash", f"K = {DEFAULT_DRAFT_TOKENS} to 15", why, 1)
+    suggestion: ClassVar[Suggestion | None] = Suggestion(
+        "dflash",
+        f"K = {DEFAULT_DRAFT_TOKENS} to 15",
+        "a few layers over the target's own states draft a whole block in one pass; published for many targets "
+        "(z-lab, speculators)",
+        1,
+    )
 
     @property
     def call_widths(self) -> frozenset[int]:

@@ -25,6 +25,7 @@ from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.contract.signature import cache_outputs, caches
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
+from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.sizes import ModelSizes
@@ -206,8 +207,8 @@ class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
         block = self.read(options.model).block_size - 1
         return dataclasses.replace(super().meta_draft(options, target, sizes), block=block)
 
-    def trace(self, method: DFlash, draft: DFlashDraft, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
-        return trace_dflash(draft, cache, kind)
+    def trace(self, method: DFlash, draft: Checkpoint, build: Build) -> ir.Model:
+        return trace_dflash(draft.model, draft.cache, build.options.lowering)
 
     def reference_logits(
         self, draft: Checkpoint, text: list[int], states: torch.Tensor, drafted: list[int]

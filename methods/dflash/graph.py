@@ -140,11 +140,26 @@ def _attended(
     return output
 
 
-class EachLayer:
-    """A lowering that delegates to another lowering for each layer."""
+class BlockLowering:
+    """Attention in two parts (:class:`~specexport.graphs.attention.TwoPartLowering`).
 
-    def __init__(self, layers: list[TwoPartLowering]) -> None:
-        self._layers = layers
+    In ``causal`` layers, rows do not see ``later`` ones, bool ``[T,F]``.
+    """
+
+    def __init__(
+        self,
+        causal: Sequence[bool],
+        past: KeyValues,
+        past_length: torch.Tensor,
+        seen: torch.Tensor,
+        later: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        kinds = {
+            hides: TwoPartLowering(past, past_length, seen & ~later if hides else seen, positions)
+            for hides in sorted({*causal})
+        }
+        self._layers = [kinds[hides] for hides in causal]
 
     @property
     def returned(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -162,7 +177,7 @@ def block_lowering(
     block_rows: torch.Tensor,
     T: int,
     rows: int,
-) -> tuple[EachLayer, torch.Tensor, torch.Tensor]:
+) -> tuple[BlockLowering, torch.Tensor, torch.Tensor]:
     """The attention of blocks over the caches, T new rows of the context and the block's own rows.
 
     Args:
@@ -180,26 +195,7 @@ def block_lowering(
     # All rows of a block see the same rows, except that causal layers hide later ones.
     real = torch.cat([at <= last_row[:, None], block < block_rows[:, None]], 1)[:, None, :].expand(-1, rows, -1)
     later = torch.cat([torch.zeros_like(at), block])[None, :] > block[:, None]
-    return each_layer(causal, past, past_length, real, later, positions), block_positions, positions
-
-
-def each_layer(
-    causal: Sequence[bool],
-    past: KeyValues,
-    past_length: torch.Tensor,
-    seen: torch.Tensor,
-    later: torch.Tensor,
-    positions: torch.Tensor,
-) -> EachLayer:
-    """A :class:`~specexport.graphs.attention.TwoPartLowering` for each layer.
-
-    In ``causal`` layers, rows do not see ``later`` ones, bool ``[T,F]``.
-    """
-    kinds = {
-        causal_layer: TwoPartLowering(past, past_length, seen & ~later if causal_layer else seen, positions)
-        for causal_layer in sorted({*causal})
-    }
-    return EachLayer([kinds[causal_layer] for causal_layer in causal])
+    return BlockLowering(causal, past, past_length, real, later, positions), block_positions, positions
 
 
 class DFlashModule(torch.nn.Module):

@@ -69,11 +69,7 @@ class DraftModelOptions(CheckpointOptions, frozen=True, kw_only=True, tag="draft
 
 
 class DraftModel(ChainDraft, frozen=True, kw_only=True, tag="draft_model"):
-    """A smaller model with the target's tokenizer drafts.
-
-    Attributes:
-        model: its folder or hub id.
-    """
+    """A smaller model with the target's tokenizer drafts."""
 
     model: str
 

@@ -6,14 +6,7 @@ from functools import partial
 from typing import Annotated, ClassVar
 
 from specexport.contract.errors import TrainError
-from specexport.contract.methods.base import (
-    DEFAULT_DRAFT_TOKENS,
-    Flag,
-    MethodOptions,
-    SourceKind,
-    Suggestion,
-    TargetProfile,
-)
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, SourceKind, Suggestion
 from specexport.contract.options import dashed
 from specexport.methods.hidden_states import OwnStateDraft, StatesCheckpointOptions
 from specexport.training.options import StatesDraftTraining, Training, draft_option, report_chain
@@ -28,11 +21,7 @@ class Eagle3Options(StatesCheckpointOptions, frozen=True, kw_only=True, tag="eag
 
 
 class Eagle3(OwnStateDraft, frozen=True, kw_only=True, tag="eagle3"):
-    """A layer drafts from states between the target's layers (EAGLE-3, arXiv 2503.01840).
-
-    Attributes:
-        model: folder or hub id of the draft.
-    """
+    """A layer drafts from states between the target's layers (EAGLE-3, arXiv 2503.01840)."""
 
     model: str
 
@@ -42,13 +31,13 @@ class Eagle3(OwnStateDraft, frozen=True, kw_only=True, tag="eagle3"):
     role: ClassVar[str] = "eagle3"
     draft_name: ClassVar[str] = "EAGLE-3 draft"
 
-    @classmethod
-    def suggest(cls, target: TargetProfile) -> Suggestion | None:
-        why = (
-            "one layer over the target's own states, which agrees with it more often than heads do; published for many "
-            "targets (SafeAILab, speculators)"
-        )
-        return Suggestion("eagle3", f"K = {DEFAULT_DRAFT_TOKENS}", why, 1)
+    suggestion: ClassVar[Suggestion | None] = Suggestion(
+        "eagle3",
+        f"K = {DEFAULT_DRAFT_TOKENS}",
+        "one layer over the target's own states, which agrees with it more often than heads do; published for many "
+        "targets (SafeAILab, speculators)",
+        1,
+    )
 
 
 class Eagle3Training(StatesDraftTraining, frozen=True, kw_only=True):

@@ -41,7 +41,6 @@ class Medusa(RankedMethod, frozen=True, kw_only=True, tag="medusa"):
     """Heads on the target's last hidden state, in its step graph (Medusa, arXiv 2401.10774).
 
     Attributes:
-        model: folder of the heads.
         heads: number of heads, and the greatest depth of a tree.
         parameters: number of the heads' parameters.
         weights: type in which the heads' matrices are stored.

@@ -41,8 +41,6 @@ class MedusaDraft(DraftingMethod, frozen=True, kw_only=True, tag="medusa_draft")
     """A smaller model with Medusa heads proposes a whole tree in one pass.
 
     Attributes:
-        model: folder or hub id of a model with the target's tokenizer.
-        medusa: folder of its heads.
         heads: number of heads; a tree is at most one level deeper, as the draft's own head comes first.
     """
 

@@ -18,7 +18,6 @@ from specexport.contract.methods.base import (
     MethodOptions,
     SourceKind,
     Suggestion,
-    TargetProfile,
 )
 from specexport.contract.options import option
 from specexport.contract.shapes import Size, uncached_points, window
@@ -51,7 +50,6 @@ class MlpSpeculator(DraftingMethod, frozen=True, kw_only=True, tag="mlp_speculat
     Each stage reads the token before, so branches of a tree also differ below their first tokens.
 
     Attributes:
-        model: folder or hub id of the speculator.
         stages: number of stages, and the greatest depth of a tree.
         hidden: H, the target's hidden size.
     """
@@ -67,13 +65,13 @@ class MlpSpeculator(DraftingMethod, frozen=True, kw_only=True, tag="mlp_speculat
     draft_name: ClassVar[str] = "speculator"
     branching: ClassVar[Literal[0, 1, 2]] = 2
 
-    @classmethod
-    def suggest(cls, target: TargetProfile) -> Suggestion | None:
-        why = (
-            "stages that see each other's tokens, where heads guess apart; published for some targets (ibm-fms, "
-            "ibm-granite), and trained like heads"
-        )
-        return Suggestion("mlp_speculator", "the tree that 'specexport tune tree' finds", why, 2)
+    suggestion: ClassVar[Suggestion | None] = Suggestion(
+        "mlp_speculator",
+        "the tree that 'specexport tune tree' finds",
+        "stages that see each other's tokens, where heads guess apart; published for some targets (ibm-fms, "
+        "ibm-granite), and trained like heads",
+        2,
+    )
 
     @property
     def support(self) -> int:

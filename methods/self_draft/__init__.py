@@ -29,9 +29,6 @@ class SelfDraft(ChainDraft, frozen=True, kw_only=True, tag="self_draft"):
     """The target's first layers draft: its final norm and head read their output.
 
     The draft's graph is written beside the target's and shares its weights file.
-
-    Attributes:
-        layers: number of these layers.
     """
 
     layers: Size

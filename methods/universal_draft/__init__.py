@@ -35,7 +35,6 @@ class UniversalDraft(ChainDraft, frozen=True, kw_only=True, tag="universal_draft
     fewer tokens in the target's vocabulary.
 
     Attributes:
-        model: its folder or hub id.
         tokenizer: the file of its tokenizer in the bundle.
         split_special_tokens: whether that encodes special tokens in a text as plain text.
     """
