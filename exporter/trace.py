@@ -38,13 +38,7 @@ from specexport.exporter.fast_trace import fast_trace
 from specexport.exporter.pipeline import export_passes, trace_passes
 from specexport.exporter.trace_cache import cached_trace
 from specexport.graphs.ops import translations
-from specexport.graphs.program import (
-    AcceptModule,
-    CommitModule,
-    FillModule,
-    GreedyModule,
-    TypicalModule,
-)
+from specexport.graphs.program import AcceptModule, CommitModule, FillModule, GreedyModule, TypicalModule
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule

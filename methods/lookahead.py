@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -43,8 +43,8 @@ class LookaheadOptions(MethodOptions, frozen=True, kw_only=True, tag="lookahead"
     guesses: Guesses | None = None
     prompt_seeding: bool = True
 
-    main: ClassVar[str] = "preset"
-    flag: ClassVar[Flag | None] = Flag(
+    main = "preset"
+    flag = Flag(
         "--lookahead",
         "preset",
         "lookahead decoding: columns of the window, tokens of an n-gram, guesses a step; or gpu for the paper's sizes "
@@ -86,8 +86,8 @@ class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
     guesses: Guesses
     prompt_seeding: bool
 
-    options: ClassVar[type[MethodOptions]] = LookaheadOptions
-    own_widths: ClassVar[bool] = True
+    options = LookaheadOptions
+    own_widths = True
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, cast
+from typing import Annotated, cast
 
 from msgspec import Meta
 
@@ -29,11 +29,9 @@ class Suffix(TextMethod, frozen=True, kw_only=True, tag="suffix"):
     min_token_prob: Probability = 0.1
     store_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 0
 
-    suits: ClassVar[str] = "free; gains where answers repeat their prompt, themselves or each other"
-    engine_keys: ClassVar[frozenset[str]] = frozenset({"store_tokens"})
-    flag: ClassVar[Flag | None] = Flag(
-        "--suffix", None, "propose the most frequent continuation of the longest suffix seen before"
-    )
+    suits = "free; gains where answers repeat their prompt, themselves or each other"
+    engine_keys = frozenset({"store_tokens"})
+    flag = Flag("--suffix", None, "propose the most frequent continuation of the longest suffix seen before")
 
     def describe(self) -> str:
         stored = f", {self.store_tokens:,} tokens of earlier outputs" if self.store_tokens else ""

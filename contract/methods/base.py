@@ -24,6 +24,8 @@ DEFAULT_DRAFT_TOKENS = 4
 """Chosen for CPUs, where every node of a step costs time; ``specexport tune tree`` finds a device's best trees."""
 SourceKind = Literal["checkpoint", "folder"]
 """A model's folder or hub id, or a folder alone."""
+CHECKPOINT: Mapping[str, SourceKind] = {"model": "checkpoint"}
+"""The ``sources`` of a method with a checkpoint of its own."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Method:
 
     options: ClassVar[type[MethodOptions]]
     """The struct of a user's options; a :class:`TextMethod` is that struct itself."""
-    sources: ClassVar[dict[str, SourceKind]] = {}
+    sources: ClassVar[Mapping[str, SourceKind]] = {}
     """Keys that name checkpoints."""
     role: ClassVar[str] = ""
     """The folder of its own model in a bundle; empty if it has none."""

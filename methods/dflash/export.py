@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 import onnx_ir as ir
@@ -85,10 +85,10 @@ class _Config(_Drafting, kw_only=True):
 class DFlashOutline(BlockSettings, DraftOutline):
     """A DFlash checkpoint's configuration."""
 
-    what: ClassVar[str] = (
+    what = (
         f"a DFlash draft as {CONFIG} describes it, with names such as 'fc.weight' or 'layers.0.self_attn.q_proj.weight'"
     )
-    keys: ClassVar[str] = "target_layer_ids or aux_hidden_state_layer_ids"
+    keys = "target_layer_ids or aux_hidden_state_layer_ids"
 
     @staticmethod
     def default_states(draft_layers: int, layers: int) -> tuple[int, ...]:

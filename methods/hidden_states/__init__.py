@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
@@ -46,7 +46,7 @@ class StatesCheckpointOptions(StatesDraftOptions, frozen=True, kw_only=True):
 
     model: str
 
-    main: ClassVar[str] = "model"
+    main = "model"
 
 
 class StatesDraft(ChainDraft, frozen=True, kw_only=True):

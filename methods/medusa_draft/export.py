@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import onnx_ir as ir
 from tokenizers import Tokenizer
@@ -31,9 +30,9 @@ from specexport.methods.medusa_draft import MedusaDraft, MedusaDraftOptions
 class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
     """Exports a draft whose own head proposes the first depth, and its Medusa heads the depths after it."""
 
-    earlier_accuracy: ClassVar[tuple[float, ...]] = (0.8,)  # of the draft's own head
-    heads_key: ClassVar[str] = "medusa"
-    graph_name: ClassVar[str] = "step"
+    earlier_accuracy = (0.8,)  # of the draft's own head
+    heads_key = "medusa"
+    graph_name = "step"
 
     def check(self, options: MedusaDraftOptions, target: Path, tokenizer: Tokenizer) -> None:
         require_tokenizer(options.model, tokenizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from specexport.contract.methods.base import Flag, MethodOptions
 from specexport.contract.shapes import Size
@@ -19,10 +18,8 @@ class SelfDraftOptions(MethodOptions, frozen=True, kw_only=True, tag="self_draft
 
     layers: Size
 
-    main: ClassVar[str] = "layers"
-    flag: ClassVar[Flag | None] = Flag(
-        "--self-draft-layers", "layers", "propose with the target's own first N layers and its head", "N"
-    )
+    main = "layers"
+    flag = Flag("--self-draft-layers", "layers", "propose with the target's own first N layers and its head", "N")
 
 
 class SelfDraft(ChainDraft, frozen=True, kw_only=True, tag="self_draft"):
@@ -33,8 +30,8 @@ class SelfDraft(ChainDraft, frozen=True, kw_only=True, tag="self_draft"):
 
     layers: Size
 
-    options: ClassVar[type[MethodOptions]] = SelfDraftOptions
-    role: ClassVar[str] = "self_draft"
+    options = SelfDraftOptions
+    role = "self_draft"
 
     def describe(self) -> str:
         return f"self_draft, the target's first {'layer' if self.layers == 1 else f'{self.layers} layers'}"
