@@ -74,7 +74,6 @@ class _ProgramGraph(Strict, frozen=True, kw_only=True):
 
     Attributes:
         file: its ONNX graph, with symbolic dimensions.
-        engines: that graph, compiled.
     """
 
     file: str

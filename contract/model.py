@@ -156,7 +156,6 @@ class Quality(Strict, frozen=True):
     """The effect of rounding on a model: its graph compared with the fp32 model over a text.
 
     Attributes:
-        tokens: length of the text.
         kl: mean KL divergence from the fp32 model's distributions, in nats a token.
         perplexity: the graph's.
         reference_perplexity: the fp32 model's.

@@ -54,9 +54,6 @@ def build(
     Args:
         compiled: called with the report on the engines, if any are compiled.
 
-    Returns:
-        The bundle's folder.
-
     Raises:
         BuildError: the checkpoints, the options or the output folder are invalid.
     """

@@ -106,9 +106,6 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
 
     Args:
         checkpoint: unchanged, except that its parameters become stand-ins for the rounded matrices.
-        tokens: the text's tokens.
-        block_size: number of weights that share a scale.
-        progress: called after each matrix.
 
     Returns:
         The checkpoint with the rounded matrices among its tensors.
@@ -195,13 +192,7 @@ def _q4_k_m(depth: int, *, six_bit: bool) -> float:
 
 @dataclass
 class _Calibration:
-    """The state of a pass over the text.
-
-    Attributes:
-        matrices: all matrices to round, by name.
-        int8: the names of those that get int8.
-        rounded: the matrices rounded so far.
-    """
+    """The state of a pass over the text."""
 
     matrices: dict[str, nn.Linear]
     int8: set[str]

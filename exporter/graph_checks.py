@@ -82,8 +82,6 @@ class StepCall:
 
     Attributes:
         committed: the text in the cache.
-        tokens: the T tokens of the call.
-        tree: the tree of the tokens.
         rows: the R tokens whose logits are compared.
         known: number of tokens that are text, not draft tokens.
     """

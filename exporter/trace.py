@@ -225,9 +225,6 @@ def write_program(
     """Traces the step program's graphs into the folder ``program`` of a bundle.
 
     Portable bundles have no commit graph, as the runtime copies their cache rows.
-
-    Returns:
-        The graphs, without engines.
     """
     trees = [tree for method in methods for tree in method.token_trees()]
     (folder / _FOLDER).mkdir(exist_ok=True)

@@ -66,7 +66,6 @@ class WeightsFile(DataFile):
     """A weights file, and the report of writing it.
 
     Args:
-        path: the file; graphs that refer to it must lie in the same folder.
         progress: called after each tensor with its size in bytes.
     """
 

@@ -53,10 +53,6 @@ def write_models(
     """Writes a weights file and the graphs that share it, which are rewritten in place.
 
     Args:
-        role: the folder of the bundle to create.
-        name: the model in messages.
-        graphs: graphs of layers of the checkpoint.
-        checkpoint: the checkpoint with the weights.
         heads: the storage of Medusa heads; None for ``storage``.
 
     Returns:

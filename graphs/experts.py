@@ -27,7 +27,6 @@ def apply_experts(
     exporter puts each expert into a branch instead (:mod:`specexport.exporter.passes.experts`).
 
     Args:
-        module: the module with the stacked weights of E experts.
         hidden_states: float32 ``[N,H]``.
         top_k_index: the experts of each token, int64 ``[N,k]``.
         top_k_weights: float32 ``[N,k]``.

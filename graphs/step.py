@@ -93,7 +93,6 @@ class StepModule(torch.nn.Module):
     Args:
         model: the model, loaded with ``attn_implementation=ATTENTION_NAME``.
         outputs: names of the outputs: logits, the last hidden state, states of layers, and outputs of additions.
-        lowering: the lowering of attention.
         input_vocab: number of rows of the model's embedding, if larger token ids may occur; otherwise None.
     """
 

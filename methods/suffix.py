@@ -113,11 +113,7 @@ class SuffixAutomaton:
         return state, self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Extends a match to the longest suffix of the matched string plus ``token`` that occurs in the text.
-
-        Returns:
-            The state and length of the new match.
-        """
+        """Extends a match to the longest suffix of the matched string plus ``token`` that occurs in the text."""
         while state and token not in self._next[state]:
             state = self._link[state]
             length = self._length[state]
@@ -139,8 +135,6 @@ class SuffixAutomaton:
         """The most frequent continuation of a match, token by token.
 
         Args:
-            state: the match's state.
-            limit: the greatest number of tokens.
             least: the chain ends before its estimated probability, the product of its tokens' frequencies among the
                 continuations, falls below this.
 

@@ -109,11 +109,8 @@ def train(
     an uninterrupted run: bit for bit on a CPU, with the same number of threads.
 
     Args:
-        name: the training's name in the log.
         parameters: the parameters to train, by name; gradients are clipped to a total norm of 1.
-        schedule: factor of the optimizers' learning rates.
         checkpoint: the checkpoint's file, which is replaced atomically.
-        log: receives a line at each checkpoint.
         evaluate: returns the end of that line.
         every: number of steps between checkpoints.
         accumulate: number of batches per step.

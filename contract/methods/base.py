@@ -33,7 +33,6 @@ class Flag:
     """A flag of ``specexport build`` that is short for a method.
 
     Attributes:
-        name: such as ``--ngram``.
         key: the method's key that takes the flag's value; None for a flag without a value.
         metavar: the value's name in ``--help``.
         const: the value of a flag without one; None if the flag needs a value.
@@ -311,7 +310,6 @@ class Method:
         """Bytes that it needs in addition to the target and its cache.
 
         Args:
-            files: sizes of the bundle's files, by name.
             rows: rows of a cache for the longest text.
         """
         return 0 if self.draft is None else files[self.draft.weights] + self.draft.cache_row_bytes * rows

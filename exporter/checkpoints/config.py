@@ -216,11 +216,8 @@ def load_causal_lm(
     """Loads a model with transformers, from safetensors; quantized matrices are dequantized.
 
     Args:
-        folder: the checkpoint.
-        config: the configuration of the model.
         streamed: leave large matrices in their files; the model then runs within
             :func:`~specexport.exporter.checkpoints.stored.read_weights`.
-        options: further arguments of ``from_pretrained``.
 
     Returns:
         The model, transformers' report of loading it, and the checkpoint's tensors by name.

@@ -60,8 +60,6 @@ def read_config(path: Path, kind: type[_Config], subject: str) -> _Config:
     """Reads the fields of ``kind`` from a ``config.json``; other fields are ignored.
 
     Args:
-        path: the file, which must exist.
-        kind: a struct with the fields.
         subject: the model that the file describes, for error messages.
     """
     if path.stat().st_size > _MAX_CONFIG:

@@ -201,11 +201,8 @@ def require_tensors(
     """Checks that a checkpoint has tensors of these shapes and no others, by the headers of its files.
 
     Args:
-        path: the checkpoint.
-        stored: the checkpoint's tensors by name.
         shapes: the expected shapes, by the same names.
         described: the checkpoint as its configuration describes it, for errors.
-        optional: names that may be missing.
         spelled: returns the names of a missing tensor in files, for errors.
     """
     for name, tensor in stored.items():

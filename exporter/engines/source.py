@@ -123,7 +123,6 @@ def write_source(
     Args:
         master: a step or propose graph.
         output: a file in the master's folder.
-        compute: type of activations and of the KV cache.
         drafts: draft tokens of a propose graph: 1, or the number of its stages; 0 for a step graph.
         sizes: the symbolic dimensions that are the same in every profile; without B, several slots may run.
         compiled: whether TensorRT compiles it. Tables are then in floating point, products read the tokens of several

@@ -55,7 +55,6 @@ def _remove_empty_joins(graph: ir.Graph, empty: dict[ir.Value, ir.Value]) -> Non
     """Removes the concatenations of earlier passes' rows, which are empty, with this pass's: two copies per layer.
 
     Args:
-        graph: changed in place.
         empty: the caches of the empty rows, which have the same shape but for the number of rows.
     """
     for node in list(graph):

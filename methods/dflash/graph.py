@@ -33,7 +33,6 @@ class BlockSettings:
     """The settings of a draft's blocks.
 
     Attributes:
-        block_size: number of tokens of the longest block, including its root.
         causal: for each layer, whether a block's row sees only itself and the rows before it.
         logit_softcap: bound of the scaled logits, by tanh; None for no bound.
     """
@@ -51,7 +50,6 @@ class DFlashDraft(torch.nn.Module):
 
     Args:
         config: the layers' Qwen3 configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
-        settings: the settings of its blocks.
         states_width: width of the target's states that it reads, all layers concatenated.
         draft_vocab: number of tokens that it may propose.
 
@@ -181,7 +179,6 @@ def block_lowering(
     """The attention of blocks over the caches, T new rows of the context and the block's own rows.
 
     Args:
-        causal: see :class:`BlockSettings`.
         past_length: int64 ``[B]``; see :class:`DFlashModule` for this and the following.
         T: number of new rows of the context.
         rows: number of rows of each block, including padding.

@@ -54,7 +54,6 @@ class StatesDraft(ChainDraft, frozen=True, kw_only=True):
 
     Attributes:
         states: the numbers of layers after which it reads the target's residual stream.
-        hidden: the target's hidden size.
         rows: most rows of a text in a run that drafts: as many tokens as a step of its deepest tree can commit.
     """
 

@@ -84,9 +84,7 @@ def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool,
     """Reads the configuration of a draft in its own checkpoint.
 
     Args:
-        source: folder or hub id.
         method: the expected ``speculators_model_type``.
-        description: the kind of draft, for error messages.
 
     Returns:
         The configuration of the layers; whether it has the layout of the ``speculators`` library; and the fields of
@@ -117,7 +115,6 @@ class DraftOutline(ABC):
 
     Attributes:
         vocab: vocabulary size of the target that it was trained for.
-        draft_vocab: number of tokens that it may propose.
         target_hidden: hidden size of the target that it was trained for.
         states: the numbers of layers after which it reads the target's residual stream; None for the default.
         tied: whether its head consists of rows of its embedding.

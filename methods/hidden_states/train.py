@@ -39,9 +39,7 @@ def train_and_write(
     Args:
         outer: see :func:`~specexport.training.loop.optimizers`.
         losses_of: computes the losses of a batch, given its number; None when the draft is measured.
-        count: number of drafted tokens.
         save: writes the draft into a folder, which is read again as a check.
-        read: reads the written draft's configuration.
         watch: whether to measure the draft on a few held-out windows at every checkpoint, too.
     """
     options, target = run.options, run.target

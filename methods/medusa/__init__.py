@@ -39,8 +39,6 @@ class Medusa(RankedMethod, frozen=True, kw_only=True, tag="medusa"):
 
     Attributes:
         heads: number of heads, and the greatest depth of a tree.
-        parameters: number of the heads' parameters.
-        weights: type in which the heads' matrices are stored.
     """
 
     model: str

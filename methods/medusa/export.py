@@ -70,8 +70,6 @@ class HeadsOutline:
     Attributes:
         file: the file that holds the heads; the folder if there are several.
         stored: the tensors by their names in ``MedusaHeads``.
-        tied: whether heads end in the model's own head.
-        tree: the checkpoint's tree, if it has one.
         accuracy: the heads' accuracy, if training measured it.
     """
 
@@ -181,7 +179,6 @@ def save_medusa(
 
     Args:
         lm_head: weight of the model's head, ``[V,H]``, which the subfolder's files multiply tied heads by.
-        base: name or folder of the model.
         compatible: whether to write the subfolder; for tied heads it is many times larger than the rest.
     """
     config = _config(heads, base) | {"tie_lm_head": heads.tied, **accuracy_config(accuracy)}

@@ -44,7 +44,6 @@ class MlpSpeculator(DraftingMethod, frozen=True, kw_only=True, tag="mlp_speculat
 
     Attributes:
         stages: number of stages, and the greatest depth of a tree.
-        hidden: H, the target's hidden size.
     """
 
     model: str
