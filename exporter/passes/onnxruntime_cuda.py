@@ -95,22 +95,6 @@ class _Rows:
         return cls(node, cache, rows)
 
 
-@dataclass
-class _Rotation:
-    """The rotation of queries and keys by their positions.
-
-    Attributes:
-        query: the queries before the rotation, ``[B,heads,T,D]``.
-        tables: cosines and sines of all positions, ``[S,D/2]`` each.
-        interleaved: 1 if the numbers of a rotated pair are neighbours.
-    """
-
-    query: ir.Value
-    key: ir.Value
-    tables: list[ir.Value | None]
-    interleaved: int
-
-
 class _AttentionFusion:
     """Fuses attention with writing its caches into GroupQueryAttention, without transpositions.
 
@@ -156,14 +140,13 @@ class _AttentionFusion:
             return
         heads = group * kv_heads
         rotation = None if width % _ROTATED_UNIT else self._rotation(query, key.rows, rows)
-        parts = (query, key.rows) if rotation is None else (rotation.query, rotation.key)
-        product = _whole(*parts, value.rows)
+        new_query, new_key, rotary = (query, key.rows, [None] * 3) if rotation is None else rotation
+        product = _whole(new_query, new_key, value.rows)
         if product is None:
-            each = zip((*parts, value.rows), (heads, kv_heads, kv_heads), strict=True)
+            each = zip((new_query, new_key, value.rows), (heads, kv_heads, kv_heads), strict=True)
             inputs: list[ir.Value | None] = [self._flattened(part, n) for part, n in each]
         else:
             inputs = [product, None, None]
-        rotary = [None] * 3 if rotation is None else [*rotation.tables, self._position_ids]
         total = constant(self._graph, "rows.all", np.array([rows], np.int32))
         causal = attention.inputs[3] in self._causal.masks
         bias = None if causal else self._bias(mask, key.cache.dtype)
@@ -175,7 +158,7 @@ class _AttentionFusion:
             ir.AttrFloat32("scale", attention.attributes.get_float("scale", width**-0.5)),
             ir.AttrInt64("causal", int(causal)),
             ir.AttrInt64("do_rotary", int(rotation is not None)),
-            ir.AttrInt64("rotary_interleaved", rotation.interleaved if rotation is not None else 0),
+            ir.AttrInt64("rotary_interleaved", 0),
         ]
         arguments = [*inputs, key.cache, value.cache, self._valid_rows(rows), total, *rotary, bias]
         fused = ir.Node(_DOMAIN, "GroupQueryAttention", arguments, attributes, outputs=outputs)
@@ -185,8 +168,15 @@ class _AttentionFusion:
         for written, now in ((key, outputs[1]), (value, outputs[2])):
             replace_value(written.node.outputs[0], now)
 
-    def _rotation(self, query: ir.Value, key: ir.Value, rows: int) -> _Rotation | None:
-        """The rotation of whole heads that ``query`` and ``key`` come from, by their positions alone; None without."""
+    def _rotation(
+        self, query: ir.Value, key: ir.Value, rows: int
+    ) -> tuple[ir.Value, ir.Value, list[ir.Value | None]] | None:
+        """The values before the rotation of whole heads to ``query`` and ``key``, by their positions alone.
+
+        Returns:
+            The queries ``[B,heads,T,D]``; the keys; and cosines and sines of all positions, ``[S,D/2]`` each, with the
+            positions. None without such a rotation.
+        """
         turned, turned_key = producer(query, "RotaryEmbedding"), producer(key, "RotaryEmbedding")
         if turned is None or turned_key is None or turned.inputs[1:] != turned_key.inputs[1:]:
             return None
@@ -199,7 +189,7 @@ class _AttentionFusion:
         tables = [self._tables.of(angles) for angles in turned.inputs[1:]]
         if before is None or key_before is None or None in tables:
             return None
-        return _Rotation(before, key_before, tables, turned.attributes.get_int("interleaved", 0))
+        return before, key_before, [*tables, self._position_ids]
 
     def _joined(self, attention: ir.Node, group: int) -> ir.Node | None:
         """The Reshape that joins a token's heads, or None if something else reads them."""
