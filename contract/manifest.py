@@ -27,7 +27,7 @@ Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 """The share of the probability that a filter keeps."""
 Penalty = Annotated[float, Meta(ge=0.01, le=100.0)]
 _Suppressed = tuple[Annotated[int, Meta(ge=-_MOST, le=_MOST)], ...]
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 MANIFEST_NAME = "specexport.json"
 _FILTERS = frozenset({"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"})
 _LONGEST = 80
@@ -126,22 +126,15 @@ class TokenizerInfo(Strict, frozen=True):
     Attributes:
         file: ``tokenizer.json`` as the tokenizers library reads it.
         special_tokens: ``bos_token`` and the like, for chat templates.
-        chat_template: file of the model's only or default Jinja template; None if there is none.
-        named_templates: files of its other templates by name, such as ``tool_use`` and ``rag``.
+        templates: files of the model's Jinja templates: its only or default one, and others such as ``tool_use``.
         split_special_tokens: whether special tokens in a text are encoded as plain text.
     """
 
     file: str
     eos_token_ids: tuple[Count, ...]
     special_tokens: dict[str, str] = msgspec.field(default_factory=dict)
-    chat_template: str | None = None
-    named_templates: dict[str, str] = msgspec.field(default_factory=dict)
+    templates: dict[str, str] = msgspec.field(default_factory=dict)
     split_special_tokens: bool = False
-
-    @property
-    def templates(self) -> dict[str, str]:
-        """Files of all chat templates by name."""
-        return self.named_templates | ({} if self.chat_template is None else {DEFAULT_TEMPLATE: self.chat_template})
 
 
 class GenerationDefaults(Strict, frozen=True):

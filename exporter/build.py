@@ -184,8 +184,7 @@ def describe_bundle(
             file="tokenizer/tokenizer.json",
             eos_token_ids=tuple(dict.fromkeys((*target.eos_token_ids, *([] if end is None else [end])))),
             special_tokens=tokenizer.special_tokens,
-            chat_template=templates.get(DEFAULT_TEMPLATE),
-            named_templates={name: file for name, file in templates.items() if name != DEFAULT_TEMPLATE},
+            templates=templates,
             split_special_tokens=tokenizer.split_special_tokens,
         ),
         generation=msgspec.structs.replace(

@@ -253,5 +253,5 @@ def write_program(
             file = save(f"fill.m{support}" + (f".s{stages}" if stages else ""), trace_fill(support, stages))
             graphs.append(Fill(file=file, candidates=support, stages=stages))
     if lowering == "native" and not all(tree.is_chain for tree in trees):
-        graphs.append(Commit(file=save("commit", trace_commit(cache)), model="target"))
+        graphs.append(Commit(file=save("commit", trace_commit(cache))))
     return tuple(graphs)

@@ -109,8 +109,6 @@ def _precision_info(storage: Storage, report: WeightsReport, checkpoint: Checkpo
         )
     return PrecisionInfo(
         weights=storage.kind,
-        compute="fp32",
-        cache="fp32",
         block_size=block if quantized else None,
         weight_rms_error=report.rounding.rms if quantized else None,
         not_quantized=report.not_quantized,
