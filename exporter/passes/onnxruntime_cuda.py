@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.contract import tensors
-from specexport.exporter.passes.editing import constant, op, producer, replace_value
+from specexport.exporter.passes.editing import constant, insert_behind, op, producer, replace_value, supersede
 from specexport.exporter.passes.rotary_tables import Tables, look_angles_up
 from specexport.exporter.passes.two_part import Causal, join_parts
 
@@ -71,9 +71,7 @@ def _fuse_silu(graph: ir.Graph, product: ir.Node) -> None:
         sigmoid = producer(gate, "Sigmoid")
         if x is not None and sigmoid is not None and sigmoid.inputs[0] is x:
             alpha, output = ir.AttrFloat32("alpha", 1.0), ir.val(f"{silu.name}.fused")
-            fused = ir.Node(_DOMAIN, "QuickGelu", [x], [alpha], outputs=[output])
-            graph.insert_after(product, fused)
-            replace_value(silu, fused.outputs[0])
+            supersede(graph, product, ir.Node(_DOMAIN, "QuickGelu", [x], [alpha], outputs=[output]))
             return
 
 
@@ -216,23 +214,17 @@ class _AttentionFusion:
             assert heads_before is not None
             attributes = {**rotated.attributes, "num_heads": ir.AttrInt64("num_heads", heads)}
             inputs = [self._flattened(heads_before, heads), *angles]
-            node = op("RotaryEmbedding", inputs, f"{value.name}.flat", **attributes)
-            self._graph.insert_after(rotated, node)
-            return node.outputs[0]
+            return insert_behind(self._graph, value, op("RotaryEmbedding", inputs, f"{value.name}.flat", **attributes))
         by_rows = _by_rows(value)
         if by_rows is None:
-            source, turned = value.producer(), op("Transpose", [value], f"{value.name}.rows", perm=_SWAP_HEADS)
-            assert source is not None
-            self._graph.insert_after(source, turned)
-            by_rows = turned.outputs[0]
+            by_rows = insert_behind(
+                self._graph, value, op("Transpose", [value], f"{value.name}.rows", perm=_SWAP_HEADS)
+            )
         view = producer(by_rows, "Reshape")
         if view is not None and view.inputs[0] is not None and _rank(view.inputs[0]) == 3:
             return view.inputs[0]
         shape = constant(self._graph, "rows.flat", np.array([0, 0, -1], np.int64))
-        flat, behind = op("Reshape", [by_rows, shape], f"{value.name}.flat"), by_rows.producer()
-        assert behind is not None
-        self._graph.insert_after(behind, flat)
-        return flat.outputs[0]
+        return insert_behind(self._graph, by_rows, op("Reshape", [by_rows, shape], f"{value.name}.flat"))
 
     def _valid_rows(self, rows: int) -> ir.Value:
         """The row of each slot's last new token, int32 ``[B]``: the last valid row of its cache."""
@@ -258,10 +250,7 @@ class _AttentionFusion:
             limits = {"shown": np.zeros(1, kind), "hidden": np.full(1, ml_dtypes.finfo(kind).min, kind)}
             shown, hidden = (constant(self._graph, f"bias.{which}", array) for which, array in limits.items())
             node = op("Where", [mask, shown, hidden], f"{mask.name}.bias")
-            source = mask.producer()
-            assert source is not None
-            self._graph.insert_after(source, node)
-            self._biases[mask] = node.outputs[0]
+            self._biases[mask] = insert_behind(self._graph, mask, node)
         return self._biases[mask]
 
 
