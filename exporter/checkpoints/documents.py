@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,6 +68,15 @@ def read_config(path: Path, kind: type[_Config], subject: str) -> _Config:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except UNREADABLE as error:
         raise BuildError(f"{path}: not a configuration of {subject}: {explained(error)}") from error
+
+
+def require_trained_for(path: Path, what: str, sizes: Mapping[str, tuple[int, int]]) -> None:
+    """Refuses a draft of another target; ``sizes`` has the draft's number and the target's, by the field's name."""
+    for field, (value, expected) in sizes.items():
+        if value != expected:
+            raise BuildError(
+                f"{path}: {field} is {value}, and the target's is {expected}; this {what} was trained for another model"
+            )
 
 
 def require_sane(path: Path, document: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from specexport.contract.model import CacheLayer
 from specexport.contract.shapes import Size
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.config import layers_in, stored_table
-from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object
+from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object, require_trained_for
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quantized import dequantize_tensors
 from specexport.exporter.checkpoints.quiet import quiet
@@ -192,15 +192,8 @@ class DraftOutline(ABC):
 
     def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
         """Checks a draft, by its files' headers, against a target's hidden size, vocabulary and number of layers."""
-        for field, value, expected in (
-            ("target_hidden_size", self.target_hidden, hidden),
-            ("vocab_size", self.vocab, vocab),
-        ):
-            if value != expected:
-                raise BuildError(
-                    f"{self.path / CONFIG}: {field} is {value}, and the target's is {expected}; this draft was trained "
-                    "for another model"
-                )
+        sizes = {"target_hidden_size": (self.target_hidden, hidden), "vocab_size": (self.vocab, vocab)}
+        require_trained_for(self.path / CONFIG, "draft", sizes)
         stored, shapes = self.stored(), dict[str, tuple[int, ...]]()
         for name, shape in shapes_of(self.make(layers)).items():
             shapes |= self.parts(name, shape, stored)

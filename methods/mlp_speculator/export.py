@@ -31,7 +31,7 @@ from specexport.exporter import trace
 from specexport.exporter.build_state import Build, BuildPlan
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_reference, reference_states
-from specexport.exporter.checkpoints.documents import CONFIG, read_config
+from specexport.exporter.checkpoints.documents import CONFIG, read_config, require_trained_for
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.stored import (
     StoredTensor,
@@ -103,12 +103,8 @@ class SpeculatorOutline:
 
     def require_fit(self, *, hidden: int, vocab: int) -> None:
         """Checks a speculator, by its files' headers, against a target's hidden size and vocabulary."""
-        for field, value, expected in (("emb_dim", self.hidden, hidden), ("vocab_size", self.vocab, vocab)):
-            if value != expected:
-                raise BuildError(
-                    f"{self.path / CONFIG}: {field} is {value}, and the target's is {expected}; this speculator was "
-                    "trained for another model"
-                )
+        sizes = {"emb_dim": (self.hidden, hidden), "vocab_size": (self.vocab, vocab)}
+        require_trained_for(self.path / CONFIG, "speculator", sizes)
         stored = self._stored()
         with torch.device("meta"):
             stages = self.make()
