@@ -166,6 +166,9 @@ class OutputStore:
     Automata cannot forget, so there are two, each for at most half of the tokens: when the newer one is full, the older
     one is dropped with the oldest outputs, and a new one is started. A stored token takes about half a kilobyte.
 
+    Attributes:
+        automata: the older first.
+
     Raises:
         RequestError: the capacity is too small for any output.
     """
@@ -176,25 +179,20 @@ class OutputStore:
             raise RequestError(
                 f"suffix: store_tokens is {tokens}; expected 0 for no store, or {2 * _MIN_OUTPUT + 2} or more"
             )
-        self._generations: list[SuffixAutomaton] = []
+        self.automata: list[SuffixAutomaton] = []
 
     def __len__(self) -> int:
-        return sum(map(len, self._generations))
-
-    @property
-    def automata(self) -> tuple[SuffixAutomaton, ...]:
-        """The automata, the older first."""
-        return tuple(self._generations)
+        return sum(map(len, self.automata))
 
     def add(self, output: Sequence[int]) -> None:
         """Stores an output, or the end of a very long one; drops the oldest outputs if there is no room."""
         if len(output) < _MIN_OUTPUT:
             return
         output = output[-(self._half - 1) :]
-        if not self._generations or len(self._generations[-1]) + len(output) + 1 > self._half:
-            self._generations = [*self._generations[-1:], SuffixAutomaton()]
+        if not self.automata or len(self.automata[-1]) + len(output) + 1 > self._half:
+            self.automata = [*self.automata[-1:], SuffixAutomaton()]
         for token in (*output, _END):
-            self._generations[-1].append(token)
+            self.automata[-1].append(token)
 
 
 @dataclass

@@ -159,11 +159,6 @@ def text_sizes(config: Any) -> TextSizes:
     )
 
 
-def layers_in(folder: Path) -> int:
-    """The number of decoder layers by a checkpoint's configuration."""
-    return int(read_model_config(folder).num_hidden_layers)
-
-
 def require_stored(folder: Path, config: Any) -> None:
     """Compares a configuration's sizes with the tensors of the checkpoint, by the headers of its files."""
     stored = {tensor.name: tensor for tensor in checkpoint_tensors(folder)}

@@ -218,11 +218,7 @@ class StatesProposer(Proposer):
         outputs = self.graph.run(RunShape(T, drafts=K, slots=slots))
         for view in ready:
             self._keep(view, self._unread(view))
-        return {view.slot: self._proposal(view, outputs, view.slot - slots.start) for view in ready}
-
-    def _proposal(self, view: SlotView, outputs: Mapping[str, Array], at: int) -> Proposal:
-        """The proposal from a run's outputs, for the slot at index ``at`` of its window."""
-        return chain_proposal(view, outputs, at, self._dynamic)
+        return {view.slot: chain_proposal(view, outputs, view.slot - slots.start, self._dynamic) for view in ready}
 
     def _rows(self, ready: Sequence[SlotView], T: int, K: int) -> int:
         """The number of cache rows for a run that computes T rows of the texts and drafts K tokens."""

@@ -24,7 +24,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
 from specexport.contract.shapes import Size
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
-from specexport.exporter.checkpoints.config import layers_in, stored_table
+from specexport.exporter.checkpoints.config import read_model_config, stored_table
 from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object, require_trained_for
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quantized import dequantize_tensors
@@ -305,7 +305,7 @@ def load_draft(outline: DraftOutline, target: Path, positions: int, *, family: s
 
     ``family`` is its kind in the manifest, ``source`` the user's name for it.
     """
-    draft = outline.load(target, layers_in(target), positions)
+    draft = outline.load(target, int(read_model_config(target).num_hidden_layers), positions)
     return Checkpoint(
         source=source,
         path=outline.path,
