@@ -49,10 +49,7 @@ def build(
     """Builds a bundle.
 
     It is written to a folder beside the output and renamed at the end, so that a build that fails or is killed leaves
-    no partial bundle.
-
-    Args:
-        compiled: called with the report on the engines, if any are compiled.
+    no partial bundle. ``compiled`` is called with the report on the engines, if any are compiled.
 
     Raises:
         BuildError: the checkpoints, the options or the output folder are invalid.

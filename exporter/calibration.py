@@ -104,11 +104,9 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
     Large matrices are read one at a time, and kept as integers. Embeddings, the head and the matrices chosen by
     :func:`_int8_matrices` get int8, all others int4.
 
-    Args:
-        checkpoint: unchanged, except that its parameters become stand-ins for the rounded matrices.
-
     Returns:
-        The checkpoint with the rounded matrices among its tensors.
+        The checkpoint with the rounded matrices among its tensors. The old one is unchanged, except that its parameters
+        become stand-ins for them.
     """
     length = min(_WINDOW, checkpoint.max_positions, len(tokens))
     model = checkpoint.model

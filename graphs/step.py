@@ -79,12 +79,7 @@ class Addition(torch.nn.Module, ABC):
 
     @abstractmethod
     def forward(self, hidden: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the outputs by name.
-
-        Args:
-            hidden: the hidden states after the final norm, ``[B,R,H]``.
-            logits: the logits of the model, float32 ``[B,R,V]``.
-        """
+        """The outputs by name, from the hidden states after the final norm, ``[B,R,H]``, and the logits ``[B,R,V]``."""
 
 
 class StepModule(torch.nn.Module):

@@ -215,8 +215,7 @@ class Trajectory:
     def advance(self, root: int, predicted: list[int]) -> list[tuple[int, tuple[int, ...]]]:
         """Adds the predicted level, and advances by a position.
 
-        Returns:
-            The n-grams of the window's columns, each as its first token and the rest; none until all levels exist.
+        Returns the n-grams of the window's columns, each as its first token and the rest; none until all levels exist.
         """
         if len(self._levels) < self._full:
             self._levels = [

@@ -307,10 +307,9 @@ class Method:
         return tuple(tree for _, tree in sorted(trees.items(), reverse=True))
 
     def memory(self, files: Mapping[str, int], rows: int) -> int:
-        """Bytes that it needs in addition to the target and its cache.
+        """Bytes that it needs besides the target.
 
-        Args:
-            rows: rows of a cache for the longest text.
+        ``files`` has the sizes of the bundle's files by name; a cache for the longest text has ``rows`` rows.
         """
         return 0 if self.draft is None else files[self.draft.weights] + self.draft.cache_row_bytes * rows
 

@@ -191,11 +191,10 @@ def _probe(model: Any, family: str, max_positions: int) -> tuple[tuple[CacheLaye
 
 
 def load_reference(path: Path, described: Model, layers: int | None = None) -> Any:
-    """Loads a checkpoint in fp32 with plain transformers.
+    """Loads a checkpoint, or its first ``layers``, in fp32 with plain transformers.
 
     Args:
         described: the manifest's entry of the model, which the checkpoint must match.
-        layers: number of first layers to keep; None for all.
 
     Raises:
         BundleError: it does not match.

@@ -152,8 +152,7 @@ def write_source(
 def write_segments(source: Path, sizes: dict[str, int]) -> list[Path]:
     """Cuts a rank's graph for ONNX Runtime where ranks combine their parts, and writes the segments beside it.
 
-    Args:
-        sizes: the symbolic dimensions that are the same in every profile.
+    ``sizes`` are those of symbolic dimensions that are the same in every profile.
     """
     segments, written = cut(ir.load(source), repeat_sizes=True), []
     try:

@@ -18,8 +18,7 @@ from specexport.exporter.passes.rotary_tables import source_of_view
 def use_fewer_launches(model: ir.Model, sizes: Mapping[str, int]) -> None:
     """Replaces copies with views, gathered elements with gathered rows, and differences of sums with sums.
 
-    Args:
-        sizes: the sizes of symbolic dimensions that are the same in every run.
+    ``sizes`` are those of symbolic dimensions that are the same in every run.
     """
     views = _Views(model.graph, sizes)
     for node in list(model.graph):
