@@ -142,12 +142,12 @@ class MethodExporter(Generic[O, M]):
         return None
 
     def load(self, method: M, build: Build) -> Checkpoint:
-        """Loads its own model, if it is not written with the target."""
-        raise NotImplementedError
+        """Loads its own model, of a method that has one and does not write it with the target."""
+        raise NotImplementedError(f"the exporter of {method.name} has to load its model")
 
     def trace(self, method: M, draft: Checkpoint, build: Build) -> ir.Model:
         """Traces the graph of its own model."""
-        raise NotImplementedError
+        raise NotImplementedError(f"the exporter of {method.name} has to trace its model")
 
     def export(self, method: M, build: Build) -> M:
         """Writes its own model into the folder of its role, and returns the manifest's entry."""
