@@ -74,7 +74,6 @@ class _ProgramGraph(Strict, frozen=True, kw_only=True):
 
     Attributes:
         file: its ONNX graph, with symbolic dimensions.
-        engines: that graph, compiled.
     """
 
     file: str
@@ -112,15 +111,10 @@ class Fill(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="fill
 
 
 class Commit(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="commit"):
-    """Makes the cache rows of an accepted path through a branching tree contiguous.
+    """Makes the target's cache rows of an accepted path through a branching tree contiguous.
 
     In a profile, ``tokens`` is N and ``cache`` is S. Only models lowered natively have one; chains need none.
-
-    Attributes:
-        model: the model whose cache it is.
     """
-
-    model: Literal["target"]
 
 
 ProgramGraph = Accept | Fill | Commit

@@ -60,7 +60,10 @@ class BundleError(SpecExportError):
 
 
 class BuildError(SpecExportError):
-    """A checkpoint cannot be turned into a bundle, or the bundle cannot be written."""
+    """A checkpoint cannot be turned into a bundle, or the bundle cannot be written.
+
+    Nearly every function of the exporter raises it; the message names the file, and the field or the tensor.
+    """
 
 
 class TrainError(SpecExportError):

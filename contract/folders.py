@@ -139,7 +139,6 @@ def locked(path: Path, holding: str | None = None) -> Iterator[None]:
     """Holds a lock for the block; it ends with the process, even if that is killed.
 
     Args:
-        path: the lock's file, which exists while the lock is held.
         holding: what a process does that holds the lock, for the error; None to wait for that process.
 
     Raises:

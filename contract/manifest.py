@@ -27,7 +27,7 @@ Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 """The share of the probability that a filter keeps."""
 Penalty = Annotated[float, Meta(ge=0.01, le=100.0)]
 _Suppressed = tuple[Annotated[int, Meta(ge=-_MOST, le=_MOST)], ...]
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 MANIFEST_NAME = "specexport.json"
 _FILTERS = frozenset({"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"})
 _LONGEST = 80
@@ -113,8 +113,6 @@ class FileEntry(Strict, frozen=True):
 
     Attributes:
         path: relative to the bundle, with forward slashes.
-        size: its size in bytes.
-        sha256: the hash of its content, in hexadecimal.
     """
 
     path: str
@@ -127,24 +125,16 @@ class TokenizerInfo(Strict, frozen=True):
 
     Attributes:
         file: ``tokenizer.json`` as the tokenizers library reads it.
-        eos_token_ids: tokens that end a text.
         special_tokens: ``bos_token`` and the like, for chat templates.
-        chat_template: file of the model's only or default Jinja template; None if there is none.
-        named_templates: files of its other templates by name, such as ``tool_use`` and ``rag``.
+        templates: files of the model's Jinja templates: its only or default one, and others such as ``tool_use``.
         split_special_tokens: whether special tokens in a text are encoded as plain text.
     """
 
     file: str
     eos_token_ids: tuple[Count, ...]
     special_tokens: dict[str, str] = msgspec.field(default_factory=dict)
-    chat_template: str | None = None
-    named_templates: dict[str, str] = msgspec.field(default_factory=dict)
+    templates: dict[str, str] = msgspec.field(default_factory=dict)
     split_special_tokens: bool = False
-
-    @property
-    def templates(self) -> dict[str, str]:
-        """Files of all chat templates by name."""
-        return self.named_templates | ({} if self.chat_template is None else {DEFAULT_TEMPLATE: self.chat_template})
 
 
 class GenerationDefaults(Strict, frozen=True):
@@ -173,7 +163,6 @@ class SettingNote(Strict, frozen=True):
 
     Attributes:
         file: the file that has it.
-        key: its name there.
         value: its value as JSON, shortened.
         note: how the texts differ.
     """
@@ -200,8 +189,6 @@ class Manifest(Strict, frozen=True):
     Attributes:
         format_version: version of this schema; readers refuse any other.
         specexport_version: version of specexport that wrote the bundle.
-        created: time in UTC, in ISO 8601.
-        built_with: versions of the libraries that matter.
         backend: the backend that the bundle was built for; it has ONNX graphs in any case.
         lowering: the operators that these graphs use.
         max_seq_len: longest sequence (prompt and output), in tokens.
@@ -209,7 +196,6 @@ class Manifest(Strict, frozen=True):
         batch_sizes: numbers of slots that the graphs run for, ascending from 1.
         target: the model whose distribution is sampled.
         methods: the ways to propose, at most one of each kind, the default first; none for plain decoding.
-        tokenizer: the tokenizer of target and draft.
         files: every file but this one.
         program: the graphs of the step program, for backends that keep a step on the device.
         notes: settings that make its texts differ from transformers'; purely informative.

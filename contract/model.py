@@ -156,7 +156,6 @@ class Quality(Strict, frozen=True):
     """The effect of rounding on a model: its graph compared with the fp32 model over a text.
 
     Attributes:
-        tokens: length of the text.
         kl: mean KL divergence from the fp32 model's distributions, in nats a token.
         perplexity: the graph's.
         reference_perplexity: the fp32 model's.
@@ -180,12 +179,10 @@ class Quality(Strict, frozen=True):
 
 
 class PrecisionInfo(Strict, frozen=True):
-    """The types of a model's weights and computations.
+    """The type of a model's weights; its ONNX graphs compute in fp32.
 
     Attributes:
         weights: type of stored matrices.
-        compute: type of activations and sums, on the bundle's backend.
-        cache: type of the KV cache.
         block_size: number of weights that share a scale, for int8 and int4; None for one scale a column.
         weight_rms_error: relative root-mean-square error of the quantized weights.
         quality: a target's quality over the shipped text; None if onnxruntime was missing, which measures it.
@@ -195,8 +192,6 @@ class PrecisionInfo(Strict, frozen=True):
     """
 
     weights: StoredAs
-    compute: Literal["fp32"]
-    cache: Literal["fp32"]
     block_size: Positive | None = None
     weight_rms_error: float | None = None
     quality: Quality | None = None

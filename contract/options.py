@@ -70,8 +70,6 @@ class Option:
     Attributes:
         kind: its type, without None: ``int``, ``float``, ``bool``, ``str``, ``Path`` or ``object``; for a list, the
             type of its elements.
-        several: whether it is a list.
-        choices: the allowed values; empty for any.
         default: :data:`REQUIRED` if there is none.
         default_text: the default in words; empty if there is none, or if it is a truth value.
         expected: the allowed values in words.

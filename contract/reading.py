@@ -325,7 +325,6 @@ def check_files(
 
     Args:
         hashes: whether to compare SHA-256 too, which takes about a second for two gigabytes.
-        progress: called with the size of each checked file, in bytes.
 
     Raises:
         BundleError: names the first file that is missing, outside, of another size, or altered.

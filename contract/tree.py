@@ -95,8 +95,6 @@ class TokenTree:
         Args:
             weight: the weight of a path of ranks, such as the probability that its last token is accepted.
             nodes: the number of nodes, including the root; the tree has fewer if fewer paths have weight.
-            ranks: the number of ranks to try.
-            depth: the length of the longest path.
         """
         chosen: list[tuple[int, ...]] = []
         open_paths: list[tuple[float, int, tuple[int, ...]]]

@@ -49,13 +49,7 @@ def build(
     """Builds a bundle.
 
     It is written to a folder beside the output and renamed at the end, so that a build that fails or is killed leaves
-    no partial bundle.
-
-    Args:
-        compiled: called with the report on the engines, if any are compiled.
-
-    Returns:
-        The bundle's folder.
+    no partial bundle. ``compiled`` is called with the report on the engines, if any are compiled.
 
     Raises:
         BuildError: the checkpoints, the options or the output folder are invalid.
@@ -187,8 +181,7 @@ def describe_bundle(
             file="tokenizer/tokenizer.json",
             eos_token_ids=tuple(dict.fromkeys((*target.eos_token_ids, *([] if end is None else [end])))),
             special_tokens=tokenizer.special_tokens,
-            chat_template=templates.get(DEFAULT_TEMPLATE),
-            named_templates={name: file for name, file in templates.items() if name != DEFAULT_TEMPLATE},
+            templates=templates,
             split_special_tokens=tokenizer.split_special_tokens,
         ),
         generation=msgspec.structs.replace(

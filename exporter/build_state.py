@@ -41,8 +41,6 @@ class BuildPlan(Strict, frozen=True):
         methods: the methods with their trees, the default method first.
         widths: T of plain and verify steps, ascending.
         chains: draft tokens of the shorter chains that a full batch may fall back to.
-        batches: B of the graphs, ascending.
-        caches: S of the graphs, ascending.
     """
 
     methods: tuple[Method, ...]
@@ -123,11 +121,7 @@ class WrittenTarget(Strict, frozen=True):
 
 @dataclass
 class Build:
-    """The state of a build, which its steps and methods share.
-
-    Attributes:
-        folder: the bundle's folder while it is written.
-    """
+    """The state of a build, which its steps and methods share."""
 
     options: BuildOptions
     folder: Path

@@ -61,11 +61,7 @@ _MAX_FILE = 1 << 26
 
 
 def calibration_text(path: Path | None) -> str:
-    """The text to calibrate with: a file of text, or JSON lines with ``text`` or ``messages``; None for the default.
-
-    Raises:
-        BuildError: the file is missing, unreadable or empty.
-    """
+    """The text to calibrate with: a file of text, or JSON lines with ``text`` or ``messages``; None for the default."""
     if path is None:
         return resources.files("specexport.exporter").joinpath("texts/calibration.txt").read_text(encoding="utf-8")
     try:
@@ -108,14 +104,9 @@ def calibrate(checkpoint: Checkpoint, tokens: Sequence[int], block_size: int, pr
     Large matrices are read one at a time, and kept as integers. Embeddings, the head and the matrices chosen by
     :func:`_int8_matrices` get int8, all others int4.
 
-    Args:
-        checkpoint: unchanged, except that its parameters become stand-ins for the rounded matrices.
-        tokens: the text's tokens.
-        block_size: number of weights that share a scale.
-        progress: called after each matrix.
-
     Returns:
-        The checkpoint with the rounded matrices among its tensors.
+        The checkpoint with the rounded matrices among its tensors. The old one is unchanged, except that its parameters
+        become stand-ins for them.
     """
     length = min(_WINDOW, checkpoint.max_positions, len(tokens))
     model = checkpoint.model
@@ -199,13 +190,7 @@ def _q4_k_m(depth: int, *, six_bit: bool) -> float:
 
 @dataclass
 class _Calibration:
-    """The state of a pass over the text.
-
-    Attributes:
-        matrices: all matrices to round, by name.
-        int8: the names of those that get int8.
-        rounded: the matrices rounded so far.
-    """
+    """The state of a pass over the text."""
 
     matrices: dict[str, nn.Linear]
     int8: set[str]

@@ -37,7 +37,6 @@ def propose_graph(
 
     Args:
         draft_pass: outputs the token, q, further inputs of the next pass, and its rows.
-        shapes: the layers of its cache.
         start: computes the further inputs of the first pass, by name, from inputs of the propose graph; None if passes
             have only tokens and rows as inputs. The propose graph returns the first of these after the last pass.
     """

@@ -82,8 +82,6 @@ class StepCall:
 
     Attributes:
         committed: the text in the cache.
-        tokens: the T tokens of the call.
-        tree: the tree of the tokens.
         rows: the R tokens whose logits are compared.
         known: number of tokens that are text, not draft tokens.
     """
@@ -140,14 +138,10 @@ class StepSession:
         self._last: tuple[int, list[Array]] = (0, [])  # number of cache rows before the last call, and its new rows
 
     def logits(self, inputs: Mapping[str, Array]) -> Array:
-        """Runs the graph once; the next call finds its rows in the cache.
+        """The logits ``[R,V]`` of a run; the next call finds its rows in the cache.
 
-        Args:
-            inputs: the graph's inputs, without caches; embeddings are optional, and ``known_tokens`` is ignored for
-                models without recurrent layers.
-
-        Returns:
-            float32 ``[R,V]``.
+        The inputs are the graph's, without caches; embeddings are optional, and ``known_tokens`` is ignored for models
+        without recurrent layers.
         """
         tokens = inputs[tensors.INPUT_IDS].shape[1]
         embeddings = {str(tensor): tensor.zeros({"B": 1, "T": tokens}) for tensor in self._embeddings}

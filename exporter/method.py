@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import numpy.typing as npt
 
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import Method, MethodOptions, part, with_trees
+from specexport.contract.methods import Method, MethodOptions, part, with_draft, with_trees
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     from tokenizers import Tokenizer
 
     from specexport.contract.manifest import Manifest
@@ -81,7 +82,13 @@ class MetaDraft:
 
 
 class MethodExporter(Generic[O, M]):
-    """A method's part of a build and of ``verify``. The defaults suit a method without checkpoints."""
+    """A method's part of a build and of ``verify``. The defaults suit a method without checkpoints.
+
+    Attributes:
+        graph_name: the file of its own model's graph.
+    """
+
+    graph_name: ClassVar[str] = "propose"
 
     def check(self, options: O, target: Path, tokenizer: Tokenizer) -> None:
         """Refuses checkpoints that do not fit each other, before anything large is read."""
@@ -134,9 +141,25 @@ class MethodExporter(Generic[O, M]):
         """
         return None
 
+    def load(self, method: M, build: Build) -> Checkpoint:
+        """Loads its own model, of a method that has one and does not write it with the target."""
+        raise NotImplementedError(f"the exporter of {method.name} has to load its model")
+
+    def trace(self, method: M, draft: Checkpoint, build: Build) -> ir.Model:
+        """Traces the graph of its own model."""
+        raise NotImplementedError(f"the exporter of {method.name} has to trace its model")
+
     def export(self, method: M, build: Build) -> M:
         """Writes its own model into the folder of its role, and returns the manifest's entry."""
-        return method
+        from specexport.exporter.writing import TracedGraph, tracing, write_models  # imports torch
+
+        draft = self.load(method, build)
+        with build.during(f"tracing the {method.draft_name}"), tracing(draft):
+            graph = self.trace(method, draft, build)
+        points, states = self.points(method, build.plan), tuple(draft.states.values())
+        traced = TracedGraph(self.graph_name, graph, points, draft.cache, draft.parameters, states)
+        (model,) = write_models(build, method.role, method.draft_name, [traced], draft, build.options.draft_storage)
+        return with_draft(method, model)
 
     def points(self, method: M, plan: BuildPlan) -> tuple[ShapePoint, ...]:
         """The shape points of its own model's graph, by default those of a propose graph."""

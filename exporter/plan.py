@@ -122,8 +122,6 @@ class DevicePlan:
     """The memory and the speed of models on a device.
 
     Attributes:
-        needed: bytes that the models need.
-        available: bytes that the device has for them.
         speeds: expected tokens per second of plain decoding, then with the draft at K = 1, 2, ...
     """
 
@@ -156,7 +154,6 @@ def plan(
     """Plans for one text at a time.
 
     Args:
-        target: folder with a ``config.json``, or hub id.
         method: a method with a draft that is a separate model; None for plain decoding.
         precision: precision of all matrices: fp16, bf16, fp8, int8 or int4; activations and caches take 16 bits.
         context: maximum number of tokens of a prompt and its output; None for the target's, at most

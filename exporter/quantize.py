@@ -223,12 +223,9 @@ class MatrixCopy:
     """A quantized copy of a matrix, for a single node that reads it.
 
     Attributes:
-        name: name of the initializer with the numbers.
         matrix: ``[K,N]``, or ``[N,K]`` if ``by_rows``; experts are ``[E,K,N]``.
         axis: the axis along which neighbours share a scale.
         block: number of neighbours that share a scale; None for one scale per column.
-        kind: type of the numbers.
-        gathered: whether rows, or experts, are gathered from the matrix.
         any_scales: whether new scales may be of a kind that only CPUs read.
         kept: the checkpoint's own scales of ``[K,N]``, if the matrix keeps them.
         rounded: the matrix's parts, if this build rounded them by calibration.
@@ -286,8 +283,6 @@ def kept_scales(parts: Sequence[Scales | None], shape: tuple[int, ...], kind: Ki
     Args:
         parts: the scales of the matrices that were joined into it; None for a part that is not quantized.
         shape: ``[K,N]``, or ``[E,K,N]`` for a stack of experts.
-        kind: type of its numbers in the bundle.
-        storage: the storage of the matrix.
     """
     scales = [part for part in parts if part is not None]
     zeros, offsets = any(part.zero is not None for part in scales), any(part.offset is not None for part in scales)

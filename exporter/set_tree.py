@@ -30,9 +30,6 @@ def require_replaceable_trees(folder: Path, manifest: Manifest) -> None:
 def set_default_tree(folder: Path, name: str, tree: TokenTree) -> Manifest:
     """Makes a tree the default of a method; its other trees can still be chosen.
 
-    Returns:
-        The new manifest.
-
     Raises:
         BuildError: the bundle lacks the method, its cache has no room for a step that wide, or its trees cannot be
             replaced.

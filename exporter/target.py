@@ -65,11 +65,7 @@ def for_checkpoint(options: BuildOptions) -> BuildOptions:
 
 
 def build_target(build: Build) -> WrittenTarget:
-    """Loads, checks, traces, rewrites and writes the target, and measures the effect of its quantization.
-
-    Raises:
-        BuildError: it cannot be read or traced, differs from plain transformers, or does not fit options or methods.
-    """
+    """Loads, checks, traces, rewrites and writes the target, and measures the effect of its quantization."""
     options = build.options
     calibration = read_calibration_text(build)  # before the model, whose loading may take long
     with build.during("loading the target"):
@@ -185,7 +181,7 @@ def write_target(build: Build, plan: BuildPlan, checkpoint: Checkpoint, calibrat
         for method, addition in zip(plan.methods, added, strict=True)
     )
     return WrittenTarget(
-        model=msgspec.structs.replace(model, embedding_size=step.embedding_size, states=step.state_layers),
+        model=model,
         plan=msgspec.structs.replace(plan, methods=methods),
         eos_token_ids=checkpoint.eos_token_ids,
         generation=checkpoint.generation,
@@ -218,7 +214,8 @@ class _StepTracer:
         module = StepModule(share.model, self.additions, outputs, self.options.lowering, states)
         with tracing(share):
             graph = trace.trace_step(module, share.cache, self.embedding_size)
-        return TracedGraph("step", graph, self.plan.target_points(), share.cache, self.target.parameters)
+        points, parameters = self.plan.target_points(), self.target.parameters
+        return TracedGraph("step", graph, points, share.cache, parameters, self.state_layers, self.embedding_size)
 
 
 def _write_ranks(build: Build, step: _StepTracer) -> Model:

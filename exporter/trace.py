@@ -38,13 +38,7 @@ from specexport.exporter.fast_trace import fast_trace
 from specexport.exporter.pipeline import export_passes, trace_passes
 from specexport.exporter.trace_cache import cached_trace
 from specexport.graphs.ops import translations
-from specexport.graphs.program import (
-    AcceptModule,
-    CommitModule,
-    FillModule,
-    GreedyModule,
-    TypicalModule,
-)
+from specexport.graphs.program import AcceptModule, CommitModule, FillModule, GreedyModule, TypicalModule
 from specexport.graphs.propose import DraftPass
 from specexport.graphs.rotary import fused_rotary
 from specexport.graphs.step import StepModule
@@ -231,9 +225,6 @@ def write_program(
     """Traces the step program's graphs into the folder ``program`` of a bundle.
 
     Portable bundles have no commit graph, as the runtime copies their cache rows.
-
-    Returns:
-        The graphs, without engines.
     """
     trees = [tree for method in methods for tree in method.token_trees()]
     (folder / _FOLDER).mkdir(exist_ok=True)
@@ -262,5 +253,5 @@ def write_program(
             file = save(f"fill.m{support}" + (f".s{stages}" if stages else ""), trace_fill(support, stages))
             graphs.append(Fill(file=file, candidates=support, stages=stages))
     if lowering == "native" and not all(tree.is_chain for tree in trees):
-        graphs.append(Commit(file=save("commit", trace_commit(cache)), model="target"))
+        graphs.append(Commit(file=save("commit", trace_commit(cache))))
     return tuple(graphs)

@@ -15,13 +15,7 @@ import onnx_ir as ir
 from specexport.contract import tensors
 from specexport.contract.model import StoredAs
 from specexport.exporter import quantize
-from specexport.exporter.checkpoints.stored import (
-    Factors,
-    Kind,
-    QuantizedTensor,
-    Scales,
-    StoredTensor,
-)
+from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales, StoredTensor
 from specexport.exporter.dequantize import (
     GATHERED,
     StoredFactors,
@@ -36,14 +30,7 @@ from specexport.exporter.options import Storage
 from specexport.exporter.passes.compute_type import HALF_TYPES
 from specexport.exporter.passes.editing import needed_only_for, op, replace_value
 from specexport.exporter.passes.linear import names_in
-from specexport.exporter.quantize import (
-    SMALLEST_BLOCK,
-    MatrixCopy,
-    RoundedTensor,
-    RoundingError,
-    block_for,
-    row_chunks,
-)
+from specexport.exporter.quantize import SMALLEST_BLOCK, MatrixCopy, RoundedTensor, RoundingError, block_for, row_chunks
 
 _EXACT = Storage("fp32", None)
 _STORED: dict[str, StoredAs] = {"F16": "fp16", "BF16": "bf16"}
@@ -79,7 +66,6 @@ class WeightsFile(DataFile):
     """A weights file, and the report of writing it.
 
     Args:
-        path: the file; graphs that refer to it must lie in the same folder.
         progress: called after each tensor with its size in bytes.
     """
 

@@ -11,8 +11,15 @@ from pathlib import Path
 import onnx_ir as ir
 
 from specexport.contract.errors import BuildError
-from specexport.contract.methods import Method
-from specexport.contract.model import BYTES_PER_WEIGHT, CacheLayer, GraphFiles, Model, PrecisionInfo, QuantizedBefore
+from specexport.contract.model import (
+    BYTES_PER_WEIGHT,
+    CacheLayer,
+    GraphFiles,
+    Model,
+    PrecisionInfo,
+    QuantizedBefore,
+    StateLayer,
+)
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
@@ -23,17 +30,15 @@ from specexport.exporter.weights import WeightsFile, WeightsReport
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """A graph of all or the first layers of a checkpoint.
-
-    Attributes:
-        points: shape points of the graph.
-    """
+    """A graph of all or the first layers of a checkpoint, with what the manifest records of it."""
 
     name: str
     model: ir.Model
     points: tuple[ShapePoint, ...]
     cache: tuple[CacheLayer, ...]
     parameters: int
+    states: tuple[StateLayer, ...] = ()
+    embedding_size: int | None = None
 
 
 def write_models(
@@ -48,10 +53,6 @@ def write_models(
     """Writes a weights file and the graphs that share it, which are rewritten in place.
 
     Args:
-        role: the folder of the bundle to create.
-        name: the model in messages.
-        graphs: graphs of layers of the checkpoint.
-        checkpoint: the checkpoint with the weights.
         heads: the storage of Medusa heads; None for ``storage``.
 
     Returns:
@@ -85,6 +86,8 @@ def write_models(
                     cache=graph.cache,
                     weights=f"{role}/weights.bin",
                     graph=GraphFiles(master=f"{role}/{graph.name}.onnx", points=graph.points),
+                    embedding_size=graph.embedding_size,
+                    states=graph.states,
                 )
             )
     written = (folder / "weights.bin").stat().st_size
@@ -106,8 +109,6 @@ def _precision_info(storage: Storage, report: WeightsReport, checkpoint: Checkpo
         )
     return PrecisionInfo(
         weights=storage.kind,
-        compute="fp32",
-        cache="fp32",
         block_size=block if quantized else None,
         weight_rms_error=report.rounding.rms if quantized else None,
         not_quantized=report.not_quantized,
@@ -119,20 +120,6 @@ def _precision_info(storage: Storage, report: WeightsReport, checkpoint: Checkpo
 def _absolute(source: str) -> str:
     """The absolute path of a folder or file; a hub id is unchanged."""
     return str(Path(source).resolve()) if Path(source).exists() else source
-
-
-def write_draft(
-    draft: Checkpoint,
-    build: Build,
-    graph: ir.Model,
-    points: tuple[ShapePoint, ...],
-    method: Method,
-    name: str = "propose",
-) -> Model:
-    """Writes a method's draft, whose graph is called ``name``, and returns the manifest's entry."""
-    traced = TracedGraph(name, graph, points, draft.cache, draft.parameters)
-    (model,) = write_models(build, method.role, method.draft_name, [traced], draft, build.options.draft_storage)
-    return model
 
 
 @contextmanager

@@ -115,9 +115,6 @@ def attend(
 
     Returns:
         ``[B,T,H,D]``, and no weights.
-
-    Raises:
-        BuildError: the model uses a feature that lowerings do not support, such as a position bias or its own mask.
     """
     if _active is None:
         raise BuildError("attention was called outside a lowering; this is a defect of specexport, please report it")

@@ -26,14 +26,8 @@ def apply_experts(
     by all N tokens: a step of one token reads k experts, and a prefill chunk reads each expert once. For CPUs, the
     exporter puts each expert into a branch instead (:mod:`specexport.exporter.passes.experts`).
 
-    Args:
-        module: the module with the stacked weights of E experts.
-        hidden_states: float32 ``[N,H]``.
-        top_k_index: the experts of each token, int64 ``[N,k]``.
-        top_k_weights: float32 ``[N,k]``.
-
-    Returns:
-        float32 ``[N,H]``.
+    Hidden states and the result are float32 ``[N,H]``; the experts of each token are int64 ``[N,k]``, and their weights
+    float32 ``[N,k]``.
     """
     if module.has_post_expert_norm:
         raise BuildError(f"{type(module).__name__} normalizes the output of each expert, which specexport cannot trace")

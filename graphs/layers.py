@@ -30,10 +30,9 @@ def _decoder_layers(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleLi
 
 @contextlib.contextmanager
 def recorded_states(model: Any, layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Context in which a transformers causal LM records its residual stream, ``[B,T,H]``, after some layers.
+    """Context in which a transformers causal LM records its residual stream, ``[B,T,H]``, after so many ``layers``.
 
-    Args:
-        layers: numbers of layers after which to record; 0 records the input of the first layer.
+    0 records the input of the first layer.
     """
     recorded: dict[int, torch.Tensor] = {}
     counts = sorted(set(layers))
@@ -88,10 +87,7 @@ def hidden_and_logits(
 
 
 def keep_first_layers(model: Any, count: int) -> Callable[[], None]:
-    """Removes all but the first decoder layers of a transformers causal LM, in place.
-
-    Returns:
-        A function that puts them back.
+    """Removes all but the first decoder layers of a transformers causal LM; returns a function that puts them back.
 
     Raises:
         ValueError: the model has too few layers, or does not have a single list of them.

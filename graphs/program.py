@@ -122,12 +122,7 @@ def _walk(levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Draws the token at which the cumulative weight first exceeds the share ``uniform``; its weight is never 0.
 
-    Args:
-        weights: float32 ``[B,V]``.
-        uniform: float32 ``[B,1]`` noise in [0,1).
-
-    Returns:
-        int64 ``[B,1]``.
+    Weights are float32 ``[B,V]``, the noise is float32 ``[B,1]`` in [0,1), and tokens are int64 ``[B,1]``.
     """
     blocks = _chunks(weights, _BLOCK, 0.0)
     sums = blocks.sum(-1)

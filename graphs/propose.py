@@ -33,12 +33,7 @@ def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
     other blocks cannot contain the ``count`` greatest logits. A GPU computes the TopK of a row on one processor, but
     maxima on all of them; CPUs compute maxima by vector instructions.
 
-    Args:
-        logits: float32 ``[..., V]``.
-        count: at most V.
-
-    Returns:
-        float32 and int64 ``[..., count]``.
+    Logits are float32 ``[..., V]``; the results are float32 and int64 ``[..., count]``, with ``count`` at most V.
     """
     vocab = logits.shape[-1]
     size = next((size for size in _BLOCKS if vocab % size == 0), vocab)
@@ -111,13 +106,8 @@ def draw_next(
 def place_of_rank(ids: torch.Tensor, drawn: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
     """The index of the candidate with a given rank, if the drawn token has rank 0 and the others follow in order.
 
-    Args:
-        ids: the candidates, most probable first, int64 ``[..., M]``.
-        drawn: the drawn token, one of them, int64 ``[...]``.
-        ranks: int64 ``[...]``.
-
-    Returns:
-        int64 ``[...]``, below M.
+    ``ids`` are the candidates, most probable first, int64 ``[..., M]``; the drawn token is one of them. It, the ranks
+    and the indices are int64 ``[...]``.
     """
     # Without ==, as in draw_candidate.
     is_drawn = (ids <= drawn[..., None]) & (ids >= drawn[..., None])

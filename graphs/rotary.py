@@ -92,10 +92,8 @@ def _both_halves(frequencies: torch.Tensor) -> torch.Tensor:
 def freeze_frequencies(model: torch.nn.Module, max_positions: int) -> int:
     """Stops rotary embeddings from changing their frequencies with the length of the text.
 
-    A cached key keeps its rotation, so changed frequencies would not match it.
-
-    Returns:
-        The length up to which transformers also keeps the initial frequencies, at most ``max_positions``.
+    A cached key keeps its rotation, so changed frequencies would not match it. Returns the length up to which
+    transformers also keeps the initial frequencies, at most ``max_positions``.
     """
     module: Any
     for module in model.modules():

@@ -79,12 +79,7 @@ class Addition(torch.nn.Module, ABC):
 
     @abstractmethod
     def forward(self, hidden: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the outputs by name.
-
-        Args:
-            hidden: the hidden states after the final norm, ``[B,R,H]``.
-            logits: the logits of the model, float32 ``[B,R,V]``.
-        """
+        """The outputs by name, from the hidden states after the final norm, ``[B,R,H]``, and the logits ``[B,R,V]``."""
 
 
 class StepModule(torch.nn.Module):
@@ -93,7 +88,6 @@ class StepModule(torch.nn.Module):
     Args:
         model: the model, loaded with ``attn_implementation=ATTENTION_NAME``.
         outputs: names of the outputs: logits, the last hidden state, states of layers, and outputs of additions.
-        lowering: the lowering of attention.
         input_vocab: number of rows of the model's embedding, if larger token ids may occur; otherwise None.
     """
 

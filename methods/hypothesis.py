@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
 
 from specexport.contract.methods.base import Flag, TextMethod
 from specexport.runtime.proposal import Opening, Proposer, SlotView, TextProposer
@@ -13,12 +12,10 @@ from specexport.runtime.proposal import Opening, Proposer, SlotView, TextPropose
 class Hypothesis(TextMethod, frozen=True, kw_only=True, tag="hypothesis"):
     """Proposes the expected output as long as it matches."""
 
-    suits: ClassVar[str] = "free; for requests whose answer is mostly known up front"
-    flag: ClassVar[Flag | None] = Flag(
-        "--hypothesis", None, "verify expected outputs given with requests, in chains of up to 16 tokens"
-    )
-    takes_hypothesis: ClassVar[bool] = True
-    default_sizes: ClassVar[tuple[int, ...]] = (16, 8, 4, 2)
+    suits = "free; for requests whose answer is mostly known up front"
+    flag = Flag("--hypothesis", None, "verify expected outputs given with requests, in chains of up to 16 tokens")
+    takes_hypothesis = True
+    default_sizes = (16, 8, 4, 2)
 
 
 LONGEST_MATCH = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -43,8 +43,8 @@ class LookaheadOptions(MethodOptions, frozen=True, kw_only=True, tag="lookahead"
     guesses: Guesses | None = None
     prompt_seeding: bool = True
 
-    main: ClassVar[str] = "preset"
-    flag: ClassVar[Flag | None] = Flag(
+    main = "preset"
+    flag = Flag(
         "--lookahead",
         "preset",
         "lookahead decoding: columns of the window, tokens of an n-gram, guesses a step; or gpu for the paper's sizes "
@@ -78,13 +78,7 @@ class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
 
     A step runs the window, W columns by N - 1 levels whose first node is the root, together with the guesses. A
     request's tree is the maximum number of guesses, chains of N - 1 tokens; if there are fewer guesses, or they have a
-    common prefix, steps take the smallest width that suffices.
-
-    Attributes:
-        window: W.
-        ngram: N.
-        guesses: G.
-        prompt_seeding: see :class:`LookaheadOptions`.
+    common prefix, steps take the smallest width that suffices. The fields are those of :class:`LookaheadOptions`.
     """
 
     window: Window
@@ -92,8 +86,8 @@ class Lookahead(BuiltMethod, frozen=True, kw_only=True, tag="lookahead"):
     guesses: Guesses
     prompt_seeding: bool
 
-    options: ClassVar[type[MethodOptions]] = LookaheadOptions
-    own_widths: ClassVar[bool] = True
+    options = LookaheadOptions
+    own_widths = True
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:
@@ -221,8 +215,7 @@ class Trajectory:
     def advance(self, root: int, predicted: list[int]) -> list[tuple[int, tuple[int, ...]]]:
         """Adds the predicted level, and advances by a position.
 
-        Returns:
-            The n-grams of the window's columns, each as its first token and the rest; none until all levels exist.
+        Returns the n-grams of the window's columns, each as its first token and the rest; none until all levels exist.
         """
         if len(self._levels) < self._full:
             self._levels = [

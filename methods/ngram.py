@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, ClassVar, cast
+from typing import Annotated, cast
 
 from msgspec import Meta
 
@@ -29,8 +29,8 @@ class Ngram(TextMethod, frozen=True, kw_only=True, tag="ngram"):
     prompt_lookup_max: LookupSize = 4
     prompt_lookup_min: LookupSize | None = None
 
-    suits: ClassVar[str] = "free; gains where answers repeat their prompt or themselves (edits, summaries, code)"
-    flag: ClassVar[Flag | None] = Flag("--ngram", None, "propose what followed the last tokens earlier in the text")
+    suits = "free; gains where answers repeat their prompt or themselves (edits, summaries, code)"
+    flag = Flag("--ngram", None, "propose what followed the last tokens earlier in the text")
 
     def __post_init__(self) -> None:
         if self.prompt_lookup_min is not None and self.prompt_lookup_min > self.prompt_lookup_max:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, cast
+from typing import Annotated, cast
 
 from msgspec import Meta
 
@@ -29,11 +29,9 @@ class Suffix(TextMethod, frozen=True, kw_only=True, tag="suffix"):
     min_token_prob: Probability = 0.1
     store_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 0
 
-    suits: ClassVar[str] = "free; gains where answers repeat their prompt, themselves or each other"
-    engine_keys: ClassVar[frozenset[str]] = frozenset({"store_tokens"})
-    flag: ClassVar[Flag | None] = Flag(
-        "--suffix", None, "propose the most frequent continuation of the longest suffix seen before"
-    )
+    suits = "free; gains where answers repeat their prompt, themselves or each other"
+    engine_keys = frozenset({"store_tokens"})
+    flag = Flag("--suffix", None, "propose the most frequent continuation of the longest suffix seen before")
 
     def describe(self) -> str:
         stored = f", {self.store_tokens:,} tokens of earlier outputs" if self.store_tokens else ""
@@ -115,11 +113,7 @@ class SuffixAutomaton:
         return state, self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Extends a match to the longest suffix of the matched string plus ``token`` that occurs in the text.
-
-        Returns:
-            The state and length of the new match.
-        """
+        """Extends a match to the longest suffix of the matched string plus ``token`` that occurs in the text."""
         while state and token not in self._next[state]:
             state = self._link[state]
             length = self._length[state]
@@ -141,8 +135,6 @@ class SuffixAutomaton:
         """The most frequent continuation of a match, token by token.
 
         Args:
-            state: the match's state.
-            limit: the greatest number of tokens.
             least: the chain ends before its estimated probability, the product of its tokens' frequencies among the
                 continuations, falls below this.
 
@@ -174,6 +166,9 @@ class OutputStore:
     Automata cannot forget, so there are two, each for at most half of the tokens: when the newer one is full, the older
     one is dropped with the oldest outputs, and a new one is started. A stored token takes about half a kilobyte.
 
+    Attributes:
+        automata: the older first.
+
     Raises:
         RequestError: the capacity is too small for any output.
     """
@@ -184,25 +179,20 @@ class OutputStore:
             raise RequestError(
                 f"suffix: store_tokens is {tokens}; expected 0 for no store, or {2 * _MIN_OUTPUT + 2} or more"
             )
-        self._generations: list[SuffixAutomaton] = []
+        self.automata: list[SuffixAutomaton] = []
 
     def __len__(self) -> int:
-        return sum(map(len, self._generations))
-
-    @property
-    def automata(self) -> tuple[SuffixAutomaton, ...]:
-        """The automata, the older first."""
-        return tuple(self._generations)
+        return sum(map(len, self.automata))
 
     def add(self, output: Sequence[int]) -> None:
         """Stores an output, or the end of a very long one; drops the oldest outputs if there is no room."""
         if len(output) < _MIN_OUTPUT:
             return
         output = output[-(self._half - 1) :]
-        if not self._generations or len(self._generations[-1]) + len(output) + 1 > self._half:
-            self._generations = [*self._generations[-1:], SuffixAutomaton()]
+        if not self.automata or len(self.automata[-1]) + len(output) + 1 > self._half:
+            self.automata = [*self.automata[-1:], SuffixAutomaton()]
         for token in (*output, _END):
-            self._generations[-1].append(token)
+            self.automata[-1].append(token)
 
 
 @dataclass

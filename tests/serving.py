@@ -39,8 +39,7 @@ def with_chat_template(bundle: Path, place: Path, template: str = TEMPLATE, **na
     files = {name: f"tokenizer/{name}.jinja" for name in ("chat_template", *named)}
     for name, source in {"chat_template": template, **named}.items():
         (folder / files[name]).write_text(source, encoding="utf-8")
-    put(folder, "tokenizer.chat_template", files["chat_template"])
-    put(folder, "tokenizer.named_templates", {name: files[name] for name in named})
+    put(folder, "tokenizer.templates", {"default": files["chat_template"]} | {name: files[name] for name in named})
     put(folder, "tokenizer.special_tokens", {"bos_token": "<s>", "eos_token": "</s>"})
     relist(folder, *files.values())
     return folder

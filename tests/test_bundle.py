@@ -367,7 +367,7 @@ def test_paths_out_of_the_bundle_are_refused(copy: Path, path: str, used: bool) 
 
 USED = (
     "target.weights target.graph.master methods.0.draft.weights methods.0.draft.graph.master tokenizer.file "
-    "tokenizer.chat_template"
+    "tokenizer.templates.default"
 )
 
 
@@ -455,7 +455,7 @@ def test_an_input_that_only_the_graph_has_is_named(copy: Path, bundle: Callable[
         ("methods.0.trees", [], "there are none"),
         ("methods.0.trees", [[[0], [64]]], "rank 64, with 12 candidates"),
         ("methods.0.trees", [[[0], [1], [1, 0]]], "only the most probable token of each depth can have children"),
-        ("tokenizer.chat_template", "", "'' is used but not listed"),
+        ("tokenizer.templates", {"default": ""}, "'' is used but not listed"),
         ("tokenizer.eos_token_ids", [1, 12], "tokenizer.eos_token_ids: 12 is not a token; the target has 12"),
         ("generation.rules", {"bad_words_ids": [[3, 99]]}, "generation.rules.bad_words_ids: 99 is not a token"),
         ("target.max_positions", 63, "max_seq_len is 64, but target.max_positions is 63"),

@@ -137,9 +137,6 @@ def read_windows(files: Sequence[Path], tokenizer: Any, *, seq_len: int, seed: i
     """Reads files, shuffles their documents and packs them into windows of ``seq_len`` tokens.
 
     The last window is padded with tokens that are not learned; windows without tokens to learn are dropped.
-
-    Raises:
-        TrainError: a file is missing, too large or malformed, or has nothing to learn; names the file and the line.
     """
     encode = _Encoder(tokenizer)
     documents: list[_Encoded] = []

@@ -109,17 +109,11 @@ def train(
     an uninterrupted run: bit for bit on a CPU, with the same number of threads.
 
     Args:
-        name: the training's name in the log.
         parameters: the parameters to train, by name; gradients are clipped to a total norm of 1.
-        schedule: factor of the optimizers' learning rates.
         checkpoint: the checkpoint's file, which is replaced atomically.
-        log: receives a line at each checkpoint.
         evaluate: returns the end of that line.
         every: number of steps between checkpoints.
         accumulate: number of batches per step.
-
-    Raises:
-        TrainError: the checkpoint is malformed or belongs to another training, or the loss is no longer finite.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [group.setdefault("base_lr", group["lr"]) for group in groups]

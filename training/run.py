@@ -264,10 +264,6 @@ def open_run(command: str, options: O, target: TrainingModel, log: Log, *drafts:
     """Context of a run, with its data and its work folder, from which a run with the same options resumes.
 
     The target's tokenizer encodes the data; ``drafts`` are further models on which the result depends.
-
-    Raises:
-        BuildError: another process trains in the work folder.
-        TrainError: the data are missing, malformed or too few, or the work folder belongs to another training.
     """
     window, prompt = options.lengths(min(model.max_positions for model in (target, *drafts)))
     windows, held_out = _read(options, target.tokenizer, window)

@@ -24,6 +24,8 @@ DEFAULT_DRAFT_TOKENS = 4
 """Chosen for CPUs, where every node of a step costs time; ``specexport tune tree`` finds a device's best trees."""
 SourceKind = Literal["checkpoint", "folder"]
 """A model's folder or hub id, or a folder alone."""
+CHECKPOINT: Mapping[str, SourceKind] = {"model": "checkpoint"}
+"""The ``sources`` of a method with a checkpoint of its own."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,6 @@ class Flag:
     """A flag of ``specexport build`` that is short for a method.
 
     Attributes:
-        name: such as ``--ngram``.
         key: the method's key that takes the flag's value; None for a flag without a value.
         metavar: the value's name in ``--help``.
         const: the value of a flag without one; None if the flag needs a value.
@@ -149,10 +150,11 @@ class Method:
 
     options: ClassVar[type[MethodOptions]]
     """The struct of a user's options; a :class:`TextMethod` is that struct itself."""
-    sources: ClassVar[dict[str, SourceKind]] = {}
+    sources: ClassVar[Mapping[str, SourceKind]] = {}
     """Keys that name checkpoints."""
     role: ClassVar[str] = ""
     """The folder of its own model in a bundle; empty if it has none."""
+    suggestion: ClassVar[Suggestion | None] = None
     draft_name: ClassVar[str] = "draft"
     """Its own model in messages."""
     default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS,)
@@ -259,8 +261,8 @@ class Method:
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:
-        """Suggests what to build for a target; None if the method does not suit it."""
-        return None
+        """What to build for a target, by default its ``suggestion``; None if the method does not suit it."""
+        return cls.suggestion
 
     # --- trees --------------------------------------------------------------------------------------------------------
     def token_trees(self) -> tuple[TokenTree, ...]:
@@ -305,11 +307,9 @@ class Method:
         return tuple(tree for _, tree in sorted(trees.items(), reverse=True))
 
     def memory(self, files: Mapping[str, int], rows: int) -> int:
-        """Bytes that it needs in addition to the target and its cache.
+        """Bytes that it needs besides the target.
 
-        Args:
-            files: sizes of the bundle's files, by name.
-            rows: rows of a cache for the longest text.
+        ``files`` has the sizes of the bundle's files by name; a cache for the longest text has ``rows`` rows.
         """
         return 0 if self.draft is None else files[self.draft.weights] + self.draft.cache_row_bytes * rows
 
@@ -334,8 +334,9 @@ def with_trees(method: M, trees: tuple[TokenTree, ...]) -> M:
 
 
 def with_draft(method: M, model: Model) -> M:
-    """The method with this model as its draft."""
-    return _replaced(method, draft=model)
+    """The method with this model as its draft, whose source it names if it has such a key."""
+    named = {"model": model.source} if "model" in method.sources else {}
+    return _replaced(method, draft=model, **named)
 
 
 def _replaced(method: M, **changes: Any) -> M:
@@ -355,7 +356,7 @@ def not_a_chain(tree: TokenTree) -> str | None:
 
 
 class BuiltMethod(Strict, Method, frozen=True, kw_only=True, tag_field="method"):
-    """A method that bundles are built for, as a manifest records it."""
+    """A method that bundles are built for, as a manifest records it; ``options`` documents fields of the same name."""
 
     trees: tuple[Choices, ...]
 

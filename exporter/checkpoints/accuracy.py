@@ -43,11 +43,7 @@ class MeasuredConfig(msgspec.Struct, kw_only=True):
     path_accuracy: list[tuple[list[Count], Probability]] | None = None
 
     def accuracy(self, path: Path, count: int, parts: str) -> HeadAccuracy | None:
-        """The accuracy of ``count`` heads or stages; None if not stored.
-
-        Raises:
-            BuildError: the stored accuracy is for another number; names the file.
-        """
+        """The accuracy of ``count`` heads or stages; None if not stored."""
         if self.head_accuracy is None or self.path_accuracy is None:
             return None
         paths = {tuple(ranks): share for ranks, share in self.path_accuracy}

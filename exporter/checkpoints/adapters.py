@@ -32,9 +32,6 @@ def merge_adapter(folder: Path, make: Callable[[Path], Any], tensors: Iterator[S
     """The tensors of a checkpoint; those that the adapter in ``folder`` changes are merged, in fp32.
 
     ``make`` creates a folder's model on torch's meta device.
-
-    Raises:
-        BuildError: the adapter cannot be merged; names the file and the reason.
     """
     state = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(folder.glob("adapter_*")))
     model, changes = _changes(folder, state, make)

@@ -40,17 +40,13 @@ class Checkpoint:
 
     Attributes:
         source: the user's folder or hub id.
-        path: the local folder.
         family: transformers' ``model_type``.
-        model: the model, in evaluation mode.
         cache: heads and sizes of each layer with attention.
         states: the recurrent states of each layer without attention, by the layer's index.
         vocab_size: width of the logits.
         input_vocab: rows of the embedding.
         max_positions: the longest sequence over which the model's rotary frequencies stay the same.
-        eos_token_ids: tokens that end a text.
         generation: the model's defaults for requests.
-        tensors: the checkpoint's tensors by name.
         quantized_in: the format of its quantized matrices; empty if there are none.
     """
 
@@ -79,11 +75,7 @@ class Checkpoint:
 
 
 def load_checkpoint(source: str) -> Checkpoint:
-    """Loads the model in fp32 and probes its attention layers.
-
-    Raises:
-        BuildError: the checkpoint cannot be found or loaded, or its family cannot be traced.
-    """
+    """Loads the model in fp32 and probes its attention layers."""
     path = locate(source)
     config = read_model_config(path)
     generation, eos = read_generation(path, config)
@@ -199,12 +191,10 @@ def _probe(model: Any, family: str, max_positions: int) -> tuple[tuple[CacheLaye
 
 
 def load_reference(path: Path, described: Model, layers: int | None = None) -> Any:
-    """Loads a checkpoint in fp32 with plain transformers.
+    """Loads a checkpoint, or its first ``layers``, in fp32 with plain transformers.
 
     Args:
-        path: the checkpoint.
         described: the manifest's entry of the model, which the checkpoint must match.
-        layers: number of first layers to keep; None for all.
 
     Raises:
         BundleError: it does not match.

@@ -42,11 +42,7 @@ _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_
 
 
 def meta_model(folder: Path) -> Any:
-    """A checkpoint's model on torch's meta device, from its configuration only; for an adapter, its base model.
-
-    Raises:
-        BuildError: the configuration cannot be read.
-    """
+    """A checkpoint's model on torch's meta device, from its configuration only; for an adapter, its base model."""
     return _create_meta_model(folder, read_model_config(folder))
 
 
@@ -97,20 +93,12 @@ def read_model_config(folder: Path) -> Any:
     """Reads transformers' configuration of a checkpoint folder; code in the folder is never run.
 
     For a multimodal model it is the language model's, like the tensors of :func:`checkpoint_tensors`.
-
-    Raises:
-        BuildError: the configuration is invalid; see :func:`read_configs`.
     """
     return read_configs(folder)[1]
 
 
 def read_configs(folder: Path) -> tuple[Any, Any]:
-    """The whole configuration of a checkpoint folder, and its language model's.
-
-    Raises:
-        BuildError: the file is not a JSON object, the family is unknown to transformers, or a number is absurd; names
-            the file and the field.
-    """
+    """The whole configuration of a checkpoint folder, and its language model's."""
     path = folder / CONFIG
     document = read_object(path)
     require_sane(path, document)
@@ -171,18 +159,8 @@ def text_sizes(config: Any) -> TextSizes:
     )
 
 
-def layers_in(folder: Path) -> int:
-    """The number of decoder layers by a checkpoint's configuration."""
-    return int(read_model_config(folder).num_hidden_layers)
-
-
 def require_stored(folder: Path, config: Any) -> None:
-    """Compares a configuration's sizes with the tensors of the checkpoint, by the headers of its files.
-
-    Raises:
-        BuildError: a file is missing, malformed or outside the folder, or the weights lack layers, tensors or shapes
-            of the model; names the file, and the field or the tensor.
-    """
+    """Compares a configuration's sizes with the tensors of the checkpoint, by the headers of its files."""
     stored = {tensor.name: tensor for tensor in checkpoint_tensors(folder)}
     path = folder / CONFIG
     layers = getattr(config, "num_hidden_layers", None)
@@ -205,11 +183,7 @@ def require_stored(folder: Path, config: Any) -> None:
 
 
 def stored_table(folder: Path, *, head: bool) -> StoredTensor:
-    """The embedding matrix of a checkpoint, or, with ``head``, that of its language-model head.
-
-    Raises:
-        BuildError: the weights have none.
-    """
+    """The embedding matrix of a checkpoint, or, with ``head``, that of its language-model head."""
     model = meta_model(folder)
     table = (model.get_output_embeddings() if head else model.get_input_embeddings()).weight
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table]
@@ -224,11 +198,7 @@ def stored_table(folder: Path, *, head: bool) -> StoredTensor:
 
 
 def quantized_in(folder: Path) -> tuple[str, Kind | Literal["stored"]] | None:
-    """The format of a checkpoint's quantized matrices, and the precision that stores them unchanged.
-
-    Raises:
-        BuildError: the format is unsupported.
-    """
+    """The format of a checkpoint's quantized matrices, and the precision that stores them unchanged."""
     if (header := header_of(folder)) is not None:
         return format_of(header), "stored"
     path = folder / CONFIG
@@ -241,11 +211,8 @@ def load_causal_lm(
     """Loads a model with transformers, from safetensors; quantized matrices are dequantized.
 
     Args:
-        folder: the checkpoint.
-        config: the configuration of the model.
         streamed: leave large matrices in their files; the model then runs within
             :func:`~specexport.exporter.checkpoints.stored.read_weights`.
-        options: further arguments of ``from_pretrained``.
 
     Returns:
         The model, transformers' report of loading it, and the checkpoint's tensors by name.

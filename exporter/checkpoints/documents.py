@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,12 +27,7 @@ _Config = TypeVar("_Config")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        BuildError: the file cannot be read, is larger than 64 MiB, is not JSON or not an object, or has an unpaired
-            surrogate, which UTF-8 cannot encode.
-    """
+    """The object in a JSON file."""
     try:
         size = path.stat().st_size
         content = path.read_bytes() if size <= _MAX_FILE else b""
@@ -54,11 +49,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """The file of each tensor in an index of safetensors.
-
-    Raises:
-        BuildError: it is not such an index.
-    """
+    """The file of each tensor in an index of safetensors."""
     placed = read_object(index).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise BuildError(f"{index}: weight_map is not an object that maps tensors to files; fetch the checkpoint again")
@@ -69,12 +60,7 @@ def read_config(path: Path, kind: type[_Config], subject: str) -> _Config:
     """Reads the fields of ``kind`` from a ``config.json``; other fields are ignored.
 
     Args:
-        path: the file, which must exist.
-        kind: a struct with the fields.
         subject: the model that the file describes, for error messages.
-
-    Raises:
-        BuildError: the file is too large or not JSON, or a field is invalid.
     """
     if path.stat().st_size > _MAX_CONFIG:
         raise BuildError(f"{path}: {path.stat().st_size} bytes; expected at most {_MAX_CONFIG}")
@@ -84,12 +70,17 @@ def read_config(path: Path, kind: type[_Config], subject: str) -> _Config:
         raise BuildError(f"{path}: not a configuration of {subject}: {explained(error)}") from error
 
 
-def require_sane(path: Path, document: dict[str, Any]) -> None:
-    """Refuses absurdly large numbers in a configuration, before its model is created.
+def require_trained_for(path: Path, what: str, sizes: Mapping[str, tuple[int, int]]) -> None:
+    """Refuses a draft of another target; ``sizes`` has the draft's number and the target's, by the field's name."""
+    for field, (value, expected) in sizes.items():
+        if value != expected:
+            raise BuildError(
+                f"{path}: {field} is {value}, and the target's is {expected}; this {what} was trained for another model"
+            )
 
-    Raises:
-        BuildError: a number is too large; names the file and the field.
-    """
+
+def require_sane(path: Path, document: dict[str, Any]) -> None:
+    """Refuses absurdly large numbers in a configuration, before its model is created."""
     for name, value in _integers(document):
         limit = _MAX_SIZE if _SIZE_FIELDS.search(name) else _MAX_COUNT if _COUNT_FIELDS.search(name) else _MAX_INT
         if abs(value) > limit:

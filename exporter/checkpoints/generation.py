@@ -44,9 +44,6 @@ def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tupl
     """Reads the defaults for requests, and the tokens that end a text.
 
     ``config`` provides end tokens if ``generation_config.json`` has none.
-
-    Raises:
-        BuildError: a field has the wrong type or is out of range; names the file and the field.
     """
     path = folder / GENERATION
     fields = _stated(read_object(path)) if path.is_file() else None

@@ -41,11 +41,7 @@ _MAX_PICKLED_LAYERS = 4
 
 
 def locate(source: str, *, weights: bool = True) -> Path:
-    """The local folder of a checkpoint, with its configuration; see :func:`find`.
-
-    Raises:
-        BuildError: there is no such checkpoint, a GGUF file is damaged, or transformers does not read its family.
-    """
+    """The local folder of a checkpoint, with its configuration; see :func:`find`."""
     path = find(source, weights=weights)
     if not (path / CONFIG).is_file():
         from specexport.exporter.checkpoints.gguf.folder import describe  # imports torch
@@ -63,10 +59,6 @@ def find(source: str, *, weights: bool = True) -> Path:
     Args:
         source: a folder, a hub id, a GGUF file, or a GGUF file on the hub: ``owner/name/FILE.gguf``.
         weights: whether weights are needed, rather than only the files that describe the model.
-
-    Raises:
-        BuildError: the source is neither a folder with a ``config.json`` and weights, or with one GGUF model, nor a
-            reachable hub id.
     """
     path = _folder(source, None, weights)
     if any(path.glob(f"*{GGUF}")) and not any(path.glob("*.safetensors")):
@@ -106,11 +98,7 @@ def _folder(source: str, revision: str | None, weights: bool) -> Path:
 
 
 def only_model(source: str, names: list[str]) -> list[str]:
-    """The files of the only GGUF language model among ``names``; projectors of images and audio do not count.
-
-    Raises:
-        BuildError: there is none, or there are several; lists them.
-    """
+    """The files of the only GGUF language model among ``names``; projectors of images and audio do not count."""
     models = [name for name in names if not PurePath(name).name.startswith("mmproj")]
     if not models:
         raise BuildError(f"{source}: found {', '.join(names)}, which is not a language model; expected one")
@@ -125,11 +113,7 @@ def only_model(source: str, names: list[str]) -> list[str]:
 
 
 def split_files(source: str, name: str, names: list[str]) -> list[str]:
-    """All parts of a split GGUF model, from the name of one part.
-
-    Raises:
-        BuildError: parts are missing.
-    """
+    """All parts of a split GGUF model, from the name of one part."""
     match = _SPLIT.search(name)
     if match is None:
         return [name]
@@ -149,11 +133,7 @@ def unreadable(files: str) -> str:
 
 
 def base_of(adapter: Path) -> tuple[str, str | None]:
-    """The base model of an adapter, and its revision.
-
-    Raises:
-        BuildError: the adapter names none.
-    """
+    """The base model of an adapter, and its revision."""
     path = adapter / ADAPTER
     document = read_object(path)
     base, revision = document.get("base_model_name_or_path"), document.get("revision")

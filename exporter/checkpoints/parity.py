@@ -37,9 +37,6 @@ def require_parity(checkpoint: Checkpoint, lowering: LoweredAs = "native", *, em
     """Compares the step module with the eager model over prefill, a chain step and every path of a tree.
 
     With ``embeds``, every other token is replaced by the model's own embedding of it.
-
-    Raises:
-        BuildError: they differ; names the family.
     """
     model, vocab = checkpoint.model, min(checkpoint.vocab_size, checkpoint.input_vocab)
     generator = torch.Generator().manual_seed(0)

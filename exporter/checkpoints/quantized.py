@@ -77,9 +77,6 @@ def quantization(path: Path, document: dict[str, Any]) -> tuple[str, Kind] | Non
 
     Returns:
         None if it is not quantized.
-
-    Raises:
-        BuildError: the format is unsupported.
     """
     config = _config(path, document)
     return None if config is None else _format(path, config)
@@ -131,12 +128,7 @@ def _config(path: Path, document: dict[str, Any]) -> _Config | None:
 
 
 def dequantize_tensors(path: Path, document: dict[str, Any], tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
-    """The model's tensors of a quantized checkpoint, from its ``config.json`` and the tensors of its files.
-
-    Raises:
-        BuildError: a part of a matrix is missing, or its shape or type does not match the others; while reading a
-            matrix, scales are not finite or groups do not exist.
-    """
+    """The model's tensors of a quantized checkpoint, from its ``config.json`` and the tensors of its files."""
     config = _config(path, document)
     if config is None:
         yield from tensors

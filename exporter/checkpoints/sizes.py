@@ -26,9 +26,6 @@ class Parameter(NamedTuple):
     """A parameter of a model.
 
     Attributes:
-        shape: the parameter's shape.
-        table: whether it is an embedding table.
-        head: whether it projects to logits.
         share: for a stack of experts, the share that a token uses; None for other parameters.
     """
 
@@ -47,9 +44,6 @@ class ModelSizes:
     """The sizes of a model.
 
     Attributes:
-        parameters: all parameters, tied ones once.
-        hidden: width of the residual stream.
-        intermediate: width of the MLPs.
         row: bytes of a token's keys and values in all layers, at 16 bits each.
         positions: the longest supported text, in tokens; None if the configuration does not say.
     """
@@ -203,11 +197,7 @@ def sizes_from_config(document: Mapping[str, Any]) -> ModelSizes:
 
 
 def require_positions(tokens: int, positions: int, source: str) -> None:
-    """Checks that a model supports a context.
-
-    Raises:
-        BuildError: the context is too long.
-    """
+    """Checks that a model supports a context."""
     if tokens > positions:
         raise BuildError(
             f"max_seq_len (max_model_len) is {tokens}, but {source} was made for {positions} positions; expected at "

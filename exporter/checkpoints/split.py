@@ -136,9 +136,6 @@ def split(model: Any, rank: int, ranks: int) -> Any:
 
     Attention heads, the products of MLPs and experts, and, if their number is divisible, the rows of the embedding and
     of the head are split.
-
-    Raises:
-        BuildError: transformers has no plan to split the family, or a size is not divisible.
     """
     splitter = _Splitter(model, rank, ranks)
     rank_model = splitter.model
@@ -175,11 +172,7 @@ def split(model: Any, rank: int, ranks: int) -> Any:
 
 
 def split_checkpoint(checkpoint: Checkpoint, rank: int, ranks: int) -> Checkpoint:
-    """A rank's share of a loaded target; see :func:`split`.
-
-    Raises:
-        BuildError: it cannot be split; names the family.
-    """
+    """A rank's share of a loaded target; see :func:`split`."""
     prefix = _error_prefix(checkpoint, ranks)
     if checkpoint.states:
         raise BuildError(f"{prefix}it has layers without attention")
@@ -200,11 +193,7 @@ def _error_prefix(checkpoint: Checkpoint, ranks: int) -> str:
 
 
 def require_split_parity(checkpoint: Checkpoint, ranks: int) -> None:
-    """Compares the logits of a model with those of its ranks, each in a thread.
-
-    Raises:
-        BuildError: they differ, so transformers' plan for the family is wrong; or see :func:`split_checkpoint`.
-    """
+    """Compares the logits of a model with those of its ranks, each in a thread."""
     generator = torch.Generator().manual_seed(0)
     vocab = min(checkpoint.vocab_size, checkpoint.input_vocab)
     ids = torch.randint(0, vocab, (1, 12), generator=generator)

@@ -54,11 +54,7 @@ class StoredTensor:
         return "F" in self.dtype
 
     def finite(self, path: Path) -> torch.Tensor:
-        """Reads the tensor in fp32.
-
-        Raises:
-            BuildError: it has numbers that are not finite; names the tensor and ``path``.
-        """
+        """Reads the tensor in fp32."""
         tensor = self.read().to(torch.float32)
         if not bool(tensor.isfinite().all()):
             raise BuildError(f"{path}: tensor {self.name!r} holds numbers that are not finite; train it again")
@@ -171,11 +167,7 @@ class QuantizedTensor(StoredTensor):
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file, from its header.
-
-    Raises:
-        BuildError: it is not a safetensors file.
-    """
+    """The tensors of a safetensors file, from its header."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -192,11 +184,7 @@ def _read(path: Path, name: str) -> torch.Tensor:
 
 
 def head_tensors(folder: Path) -> list[StoredTensor]:
-    """The tensors of heads or of a draft: from a folder's safetensors, or else from ``pytorch_model.bin``.
-
-    Raises:
-        BuildError: a file does not have the format of its name.
-    """
+    """The tensors of heads or of a draft: from a folder's safetensors, or else from ``pytorch_model.bin``."""
     if files := sorted(folder.glob("*.safetensors")):
         return [tensor for file in files for tensor in stored_tensors(file)]
     return pickled_tensors(folder / "pytorch_model.bin")
@@ -213,15 +201,9 @@ def require_tensors(
     """Checks that a checkpoint has tensors of these shapes and no others, by the headers of its files.
 
     Args:
-        path: the checkpoint.
-        stored: the checkpoint's tensors by name.
         shapes: the expected shapes, by the same names.
         described: the checkpoint as its configuration describes it, for errors.
-        optional: names that may be missing.
         spelled: returns the names of a missing tensor in files, for errors.
-
-    Raises:
-        BuildError: a tensor is unknown, missing or of another shape; names it.
     """
     for name, tensor in stored.items():
         if name not in shapes:
@@ -256,11 +238,7 @@ def share_weights(folder: Path) -> None:
 
 
 def pickled_tensors(path: Path) -> list[StoredTensor]:
-    """The tensors of a file pickled by torch, memory-mapped so that unused tensors are not read. No code in it runs.
-
-    Raises:
-        BuildError: it holds anything other than named tensors.
-    """
+    """The tensors of a file pickled by torch, memory-mapped so that unused tensors are not read. No code in it runs."""
     try:
         mapped = zipfile.is_zipfile(path)  # files of old versions of torch cannot be mapped
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)

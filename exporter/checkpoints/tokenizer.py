@@ -188,9 +188,6 @@ def chat_templates(folder: Path, tokenizer: Any) -> dict[str, str]:
 
     They are the tokenizer's (``chat_template.jinja`` and ``additional_chat_templates``, or ``tokenizer_config.json``),
     or, if it has none, the processor's.
-
-    Raises:
-        BuildError: a template is not a string, or its name is not a file name; names the file.
     """
     place, templates = folder / "tokenizer_config.json", _by_name(tokenizer.chat_template)
     if not templates:

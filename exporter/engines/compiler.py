@@ -38,11 +38,7 @@ class CompilerLibrary(NamedTuple):
 
 
 def load_library(runtime: EngineRuntime) -> CompilerLibrary:
-    """Imports a library, and polygraphy for it.
-
-    Raises:
-        BuildError: it is not installed, or this process already uses the other library.
-    """
+    """Imports a library, and polygraphy for it."""
     name = _MODULES[runtime]
     try:
         trt = importlib.import_module(name)
@@ -132,11 +128,7 @@ def compile_graph(
     library: CompilerLibrary,
     capabilities: tuple[Capability, ...],
 ) -> EngineReport:
-    """Compiles an ONNX graph for the shapes of its profiles, which give the sizes of all symbolic dimensions.
-
-    Raises:
-        BuildError: the library refuses the graph, or its network differs from the ONNX graph.
-    """
+    """Compiles an ONNX graph for the shapes of its profiles, which give the sizes of all symbolic dimensions."""
     start = time.monotonic()
     graph = onnx.load(source, load_external_data=False).graph
     decomposed = "fp32 has no fused kernel" if _attention_in_fp32(graph) else None

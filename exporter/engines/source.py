@@ -123,15 +123,11 @@ def write_source(
     Args:
         master: a step or propose graph.
         output: a file in the master's folder.
-        compute: type of activations and of the KV cache.
         drafts: draft tokens of a propose graph: 1, or the number of its stages; 0 for a step graph.
         sizes: the symbolic dimensions that are the same in every profile; without B, several slots may run.
         compiled: whether TensorRT compiles it. Tables are then in floating point, products read the tokens of several
             slots as the rows of a matrix, and ranks combine their parts within the graph.
         ranks: number of ranks that the model is split among; 0 if it is not split.
-
-    Raises:
-        BuildError: a weight does not fit ``compute``, or the graph has control flow.
     """
     model = ir.load(master)
     if any(node.op_type == "If" for node in ir.traversal.RecursiveGraphIterator(model.graph)):
@@ -156,11 +152,7 @@ def write_source(
 def write_segments(source: Path, sizes: dict[str, int]) -> list[Path]:
     """Cuts a rank's graph for ONNX Runtime where ranks combine their parts, and writes the segments beside it.
 
-    Args:
-        sizes: the symbolic dimensions that are the same in every profile.
-
-    Raises:
-        BuildError: a value that is passed between segments has a size that no shape point determines.
+    ``sizes`` are those of symbolic dimensions that are the same in every profile.
     """
     segments, written = cut(ir.load(source), repeat_sizes=True), []
     try:

@@ -46,6 +46,20 @@ def op(op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes:
     return ir.node(op_type, inputs, attributes, outputs=[ir.val(name)], name=f"{name}.node")
 
 
+def insert_behind(graph: ir.Graph, value: ir.Value, node: ir.Node) -> ir.Value:
+    """Inserts a node behind the one that outputs ``value``; returns the new node's output."""
+    before = value.producer()
+    assert before is not None
+    graph.insert_after(before, node)
+    return node.outputs[0]
+
+
+def supersede(graph: ir.Graph, node: ir.Node, by: ir.Node) -> None:
+    """Inserts a node whose output takes the place of that of ``node``."""
+    graph.insert_after(node, by)
+    replace_value(node.outputs[0], by.outputs[0])
+
+
 def replace_value(value: ir.Value, by: ir.Value) -> None:
     """Replaces a value everywhere; the new value takes over its type if it has none, and a graph output's name."""
     returned, name = value.is_graph_output(), value.name

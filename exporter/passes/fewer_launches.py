@@ -11,15 +11,14 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from specexport.exporter.passes.editing import constant, op, producer, replace_value
+from specexport.exporter.passes.editing import constant, op, producer, replace_value, supersede
 from specexport.exporter.passes.rotary_tables import source_of_view
 
 
 def use_fewer_launches(model: ir.Model, sizes: Mapping[str, int]) -> None:
     """Replaces copies with views, gathered elements with gathered rows, and differences of sums with sums.
 
-    Args:
-        sizes: the sizes of symbolic dimensions that are the same in every run.
+    ``sizes`` are those of symbolic dimensions that are the same in every run.
     """
     views = _Views(model.graph, sizes)
     for node in list(model.graph):
@@ -43,9 +42,7 @@ def _sum_before(graph: ir.Graph, difference: ir.Node) -> None:
         return
     if through.attributes.get_int("exclusive", 0) or through.attributes.get_int("reverse", 0):
         return
-    before = op("CumSum", through.inputs, f"{difference.outputs[0].name}.before", exclusive=1)
-    graph.insert_after(difference, before)
-    replace_value(difference.outputs[0], before.outputs[0])
+    supersede(graph, difference, op("CumSum", through.inputs, f"{difference.outputs[0].name}.before", exclusive=1))
 
 
 class _Views:
@@ -78,9 +75,7 @@ class _Views:
         if data is None or shape is None or shape[axis] != 1 or at is None or at.shape.rank() or at.numpy().item():
             return
         axes = constant(self._graph, f"view.axis.{axis}", np.array([axis]))
-        view = op("Squeeze", [data, axes], f"{gather.outputs[0].name}.view")
-        self._graph.insert_after(gather, view)
-        replace_value(gather.outputs[0], view.outputs[0])
+        supersede(self._graph, gather, op("Squeeze", [data, axes], f"{gather.outputs[0].name}.view"))
 
     def gather(self, gather: ir.Node) -> None:
         """Replaces a GatherElements whose indices are the same along all other axes with a Gather."""
@@ -95,8 +90,7 @@ class _Views:
         if {*at[:axis], *at[axis + 1 :], *shape[:axis]} - {1} or -1 in behind or behind != wanted[axis + 1 :]:
             return
         rows = op("Gather", [data, self._view(index, -1)], f"{gather.outputs[0].name}.rows", axis=axis)
-        self._graph.insert_after(gather, rows)
-        replace_value(gather.outputs[0], rows.outputs[0])
+        supersede(self._graph, gather, rows)
 
     def drop_last_view(self, output: ir.Value) -> None:
         """Replaces an output that is a view with its source, or computes the source in the output's shape."""

@@ -54,9 +54,7 @@ def _first_pass(model: ir.Model, loop: ir.Node) -> None:
 def _remove_empty_joins(graph: ir.Graph, empty: dict[ir.Value, ir.Value]) -> None:
     """Removes the concatenations of earlier passes' rows, which are empty, with this pass's: two copies per layer.
 
-    Args:
-        graph: changed in place.
-        empty: the caches of the empty rows, which have the same shape but for the number of rows.
+    ``empty`` maps the empty rows to their caches, which have the same shape but for the number of rows.
     """
     for node in list(graph):
         source = node.inputs[0] if node.inputs else None

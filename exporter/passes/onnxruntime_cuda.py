@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.contract import tensors
-from specexport.exporter.passes.editing import constant, op, producer, replace_value
+from specexport.exporter.passes.editing import constant, insert_behind, op, producer, replace_value, supersede
 from specexport.exporter.passes.rotary_tables import Tables, look_angles_up
 from specexport.exporter.passes.two_part import Causal, join_parts
 
@@ -71,9 +71,7 @@ def _fuse_silu(graph: ir.Graph, product: ir.Node) -> None:
         sigmoid = producer(gate, "Sigmoid")
         if x is not None and sigmoid is not None and sigmoid.inputs[0] is x:
             alpha, output = ir.AttrFloat32("alpha", 1.0), ir.val(f"{silu.name}.fused")
-            fused = ir.Node(_DOMAIN, "QuickGelu", [x], [alpha], outputs=[output])
-            graph.insert_after(product, fused)
-            replace_value(silu, fused.outputs[0])
+            supersede(graph, product, ir.Node(_DOMAIN, "QuickGelu", [x], [alpha], outputs=[output]))
             return
 
 
@@ -93,22 +91,6 @@ class _Rows:
         cache, rows, _ = node.inputs
         assert cache is not None and rows is not None
         return cls(node, cache, rows)
-
-
-@dataclass
-class _Rotation:
-    """The rotation of queries and keys by their positions.
-
-    Attributes:
-        query: the queries before the rotation, ``[B,heads,T,D]``.
-        tables: cosines and sines of all positions, ``[S,D/2]`` each.
-        interleaved: 1 if the numbers of a rotated pair are neighbours.
-    """
-
-    query: ir.Value
-    key: ir.Value
-    tables: list[ir.Value | None]
-    interleaved: int
 
 
 class _AttentionFusion:
@@ -156,14 +138,13 @@ class _AttentionFusion:
             return
         heads = group * kv_heads
         rotation = None if width % _ROTATED_UNIT else self._rotation(query, key.rows, rows)
-        parts = (query, key.rows) if rotation is None else (rotation.query, rotation.key)
-        product = _whole(*parts, value.rows)
+        new_query, new_key, rotary = (query, key.rows, [None] * 3) if rotation is None else rotation
+        product = _whole(new_query, new_key, value.rows)
         if product is None:
-            each = zip((*parts, value.rows), (heads, kv_heads, kv_heads), strict=True)
+            each = zip((new_query, new_key, value.rows), (heads, kv_heads, kv_heads), strict=True)
             inputs: list[ir.Value | None] = [self._flattened(part, n) for part, n in each]
         else:
             inputs = [product, None, None]
-        rotary = [None] * 3 if rotation is None else [*rotation.tables, self._position_ids]
         total = constant(self._graph, "rows.all", np.array([rows], np.int32))
         causal = attention.inputs[3] in self._causal.masks
         bias = None if causal else self._bias(mask, key.cache.dtype)
@@ -175,7 +156,7 @@ class _AttentionFusion:
             ir.AttrFloat32("scale", attention.attributes.get_float("scale", width**-0.5)),
             ir.AttrInt64("causal", int(causal)),
             ir.AttrInt64("do_rotary", int(rotation is not None)),
-            ir.AttrInt64("rotary_interleaved", rotation.interleaved if rotation is not None else 0),
+            ir.AttrInt64("rotary_interleaved", 0),
         ]
         arguments = [*inputs, key.cache, value.cache, self._valid_rows(rows), total, *rotary, bias]
         fused = ir.Node(_DOMAIN, "GroupQueryAttention", arguments, attributes, outputs=outputs)
@@ -185,8 +166,15 @@ class _AttentionFusion:
         for written, now in ((key, outputs[1]), (value, outputs[2])):
             replace_value(written.node.outputs[0], now)
 
-    def _rotation(self, query: ir.Value, key: ir.Value, rows: int) -> _Rotation | None:
-        """The rotation of whole heads that ``query`` and ``key`` come from, by their positions alone; None without."""
+    def _rotation(
+        self, query: ir.Value, key: ir.Value, rows: int
+    ) -> tuple[ir.Value, ir.Value, list[ir.Value | None]] | None:
+        """The values before the rotation of whole heads to ``query`` and ``key``, by their positions alone.
+
+        Returns:
+            The queries ``[B,heads,T,D]``; the keys; and cosines and sines of all positions, ``[S,D/2]`` each, with the
+            positions. None without such a rotation.
+        """
         turned, turned_key = producer(query, "RotaryEmbedding"), producer(key, "RotaryEmbedding")
         if turned is None or turned_key is None or turned.inputs[1:] != turned_key.inputs[1:]:
             return None
@@ -199,7 +187,7 @@ class _AttentionFusion:
         tables = [self._tables.of(angles) for angles in turned.inputs[1:]]
         if before is None or key_before is None or None in tables:
             return None
-        return _Rotation(before, key_before, tables, turned.attributes.get_int("interleaved", 0))
+        return before, key_before, [*tables, self._position_ids]
 
     def _joined(self, attention: ir.Node, group: int) -> ir.Node | None:
         """The Reshape that joins a token's heads, or None if something else reads them."""
@@ -226,23 +214,17 @@ class _AttentionFusion:
             assert heads_before is not None
             attributes = {**rotated.attributes, "num_heads": ir.AttrInt64("num_heads", heads)}
             inputs = [self._flattened(heads_before, heads), *angles]
-            node = op("RotaryEmbedding", inputs, f"{value.name}.flat", **attributes)
-            self._graph.insert_after(rotated, node)
-            return node.outputs[0]
+            return insert_behind(self._graph, value, op("RotaryEmbedding", inputs, f"{value.name}.flat", **attributes))
         by_rows = _by_rows(value)
         if by_rows is None:
-            source, turned = value.producer(), op("Transpose", [value], f"{value.name}.rows", perm=_SWAP_HEADS)
-            assert source is not None
-            self._graph.insert_after(source, turned)
-            by_rows = turned.outputs[0]
+            by_rows = insert_behind(
+                self._graph, value, op("Transpose", [value], f"{value.name}.rows", perm=_SWAP_HEADS)
+            )
         view = producer(by_rows, "Reshape")
         if view is not None and view.inputs[0] is not None and _rank(view.inputs[0]) == 3:
             return view.inputs[0]
         shape = constant(self._graph, "rows.flat", np.array([0, 0, -1], np.int64))
-        flat, behind = op("Reshape", [by_rows, shape], f"{value.name}.flat"), by_rows.producer()
-        assert behind is not None
-        self._graph.insert_after(behind, flat)
-        return flat.outputs[0]
+        return insert_behind(self._graph, by_rows, op("Reshape", [by_rows, shape], f"{value.name}.flat"))
 
     def _valid_rows(self, rows: int) -> ir.Value:
         """The row of each slot's last new token, int32 ``[B]``: the last valid row of its cache."""
@@ -268,10 +250,7 @@ class _AttentionFusion:
             limits = {"shown": np.zeros(1, kind), "hidden": np.full(1, ml_dtypes.finfo(kind).min, kind)}
             shown, hidden = (constant(self._graph, f"bias.{which}", array) for which, array in limits.items())
             node = op("Where", [mask, shown, hidden], f"{mask.name}.bias")
-            source = mask.producer()
-            assert source is not None
-            self._graph.insert_after(source, node)
-            self._biases[mask] = node.outputs[0]
+            self._biases[mask] = insert_behind(self._graph, mask, node)
         return self._biases[mask]
 
 

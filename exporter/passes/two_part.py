@@ -19,7 +19,7 @@ import onnx.reference
 import onnx_ir as ir
 
 from specexport.contract import tensors
-from specexport.exporter.passes.editing import ancestors, constant, op, producer, replace_value
+from specexport.exporter.passes.editing import ancestors, constant, insert_behind, op, producer, replace_value
 
 Array = npt.NDArray[Any]
 _TRANSPOSE_KEYS = [0, 1, 3, 2]
@@ -82,10 +82,7 @@ def join_parts(model: ir.Model) -> Causal:
         attention = op(
             "Attention", [parts.query, *written, masks[visible]], f"{parts.total.name}.joined", scale=parts.scale
         )
-        source = parts.total.producer()
-        assert source is not None
-        graph.insert_after(source, attention)
-        replace_value(parts.total, attention.outputs[0])
+        replace_value(parts.total, insert_behind(graph, parts.total, attention))
     full = [mask for (_, window), mask in masks.items() if not window]
     return Causal(full, _positions(model))
 

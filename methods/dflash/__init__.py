@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated
 
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.base import (
-    DEFAULT_DRAFT_TOKENS,
-    Flag,
-    MethodOptions,
-    RankedMethod,
-    SourceKind,
-    Suggestion,
-    TargetProfile,
-)
+from specexport.contract.methods.base import CHECKPOINT, DEFAULT_DRAFT_TOKENS, Flag, RankedMethod, Suggestion
 from specexport.contract.signature import GraphSignature
 from specexport.contract.tensors import Dim, Tensor
 from specexport.contract.tree import TokenTree
@@ -30,37 +22,34 @@ MAX_BLOCK = 33
 class DFlashOptions(StatesCheckpointOptions, frozen=True, kw_only=True, tag="dflash"):
     """Options of a DFlash draft."""
 
-    flag: ClassVar[Flag | None] = Flag(
-        "--dflash", "model", "DFlash draft of the target (z-lab's or the speculators library's)", "DIR_OR_ID"
-    )
+    flag = Flag("--dflash", "model", "DFlash draft of the target (z-lab's or the speculators library's)", "DIR_OR_ID")
 
 
 class DFlash(StatesDraft, frozen=True, kw_only=True, tag="dflash"):
     """A few layers draft a block of tokens in one pass, from states between the target's layers (arXiv 2602.06036).
 
     Attributes:
-        model: folder or hub id of the draft.
         block_size: tokens of the longest block; the first of them is the tree's root.
     """
 
     model: str
     block_size: Annotated[int, Meta(ge=2, le=MAX_BLOCK)]
 
-    options: ClassVar[type[MethodOptions]] = DFlashOptions
-    sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
-    needs_training: ClassVar[str | None] = "a DFlash draft"
-    role: ClassVar[str] = "dflash"
-    draft_name: ClassVar[str] = "DFlash draft"
-    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 7, 15)  # up to its block size
-    branching: ClassVar[Literal[0, 1, 2]] = 2
+    options = DFlashOptions
+    sources = CHECKPOINT
+    needs_training = "a DFlash draft"
+    role = "dflash"
+    draft_name = "DFlash draft"
+    default_sizes = (DEFAULT_DRAFT_TOKENS, 7, 15)  # up to its block size
+    branching = 2
 
-    @classmethod
-    def suggest(cls, target: TargetProfile) -> Suggestion | None:
-        why = (
-            "a few layers over the target's own states draft a whole block in one pass; published for many targets "
-            "(z-lab, speculators)"
-        )
-        return Suggestion("dflash", f"K = {DEFAULT_DRAFT_TOKENS} to 15", why, 1)
+    suggestion = Suggestion(
+        "dflash",
+        f"K = {DEFAULT_DRAFT_TOKENS} to 15",
+        "a few layers over the target's own states draft a whole block in one pass; published for many targets "
+        "(z-lab, speculators)",
+        1,
+    )
 
     @property
     def call_widths(self) -> frozenset[int]:

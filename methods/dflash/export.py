@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 import onnx_ir as ir
@@ -25,6 +25,7 @@ from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.contract.signature import cache_outputs, caches
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
+from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.sizes import ModelSizes
@@ -84,10 +85,10 @@ class _Config(_Drafting, kw_only=True):
 class DFlashOutline(BlockSettings, DraftOutline):
     """A DFlash checkpoint's configuration."""
 
-    what: ClassVar[str] = (
+    what = (
         f"a DFlash draft as {CONFIG} describes it, with names such as 'fc.weight' or 'layers.0.self_attn.q_proj.weight'"
     )
-    keys: ClassVar[str] = "target_layer_ids or aux_hidden_state_layer_ids"
+    keys = "target_layer_ids or aux_hidden_state_layer_ids"
 
     @staticmethod
     def default_states(draft_layers: int, layers: int) -> tuple[int, ...]:
@@ -206,8 +207,8 @@ class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
         block = self.read(options.model).block_size - 1
         return dataclasses.replace(super().meta_draft(options, target, sizes), block=block)
 
-    def trace(self, method: DFlash, draft: DFlashDraft, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
-        return trace_dflash(draft, cache, kind)
+    def trace(self, method: DFlash, draft: Checkpoint, build: Build) -> ir.Model:
+        return trace_dflash(draft.model, draft.cache, build.options.lowering)
 
     def reference_logits(
         self, draft: Checkpoint, text: list[int], states: torch.Tensor, drafted: list[int]

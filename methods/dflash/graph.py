@@ -33,7 +33,6 @@ class BlockSettings:
     """The settings of a draft's blocks.
 
     Attributes:
-        block_size: number of tokens of the longest block, including its root.
         causal: for each layer, whether a block's row sees only itself and the rows before it.
         logit_softcap: bound of the scaled logits, by tanh; None for no bound.
     """
@@ -51,7 +50,6 @@ class DFlashDraft(torch.nn.Module):
 
     Args:
         config: the layers' Qwen3 configuration; ``hidden_size`` is H, ``vocab_size`` the number of input tokens.
-        settings: the settings of its blocks.
         states_width: width of the target's states that it reads, all layers concatenated.
         draft_vocab: number of tokens that it may propose.
 
@@ -140,11 +138,26 @@ def _attended(
     return output
 
 
-class EachLayer:
-    """A lowering that delegates to another lowering for each layer."""
+class BlockLowering:
+    """Attention in two parts (:class:`~specexport.graphs.attention.TwoPartLowering`).
 
-    def __init__(self, layers: list[TwoPartLowering]) -> None:
-        self._layers = layers
+    In ``causal`` layers, rows do not see ``later`` ones, bool ``[T,F]``.
+    """
+
+    def __init__(
+        self,
+        causal: Sequence[bool],
+        past: KeyValues,
+        past_length: torch.Tensor,
+        seen: torch.Tensor,
+        later: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        kinds = {
+            hides: TwoPartLowering(past, past_length, seen & ~later if hides else seen, positions)
+            for hides in sorted({*causal})
+        }
+        self._layers = [kinds[hides] for hides in causal]
 
     @property
     def returned(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -162,11 +175,10 @@ def block_lowering(
     block_rows: torch.Tensor,
     T: int,
     rows: int,
-) -> tuple[EachLayer, torch.Tensor, torch.Tensor]:
+) -> tuple[BlockLowering, torch.Tensor, torch.Tensor]:
     """The attention of blocks over the caches, T new rows of the context and the block's own rows.
 
     Args:
-        causal: see :class:`BlockSettings`.
         past_length: int64 ``[B]``; see :class:`DFlashModule` for this and the following.
         T: number of new rows of the context.
         rows: number of rows of each block, including padding.
@@ -180,26 +192,7 @@ def block_lowering(
     # All rows of a block see the same rows, except that causal layers hide later ones.
     real = torch.cat([at <= last_row[:, None], block < block_rows[:, None]], 1)[:, None, :].expand(-1, rows, -1)
     later = torch.cat([torch.zeros_like(at), block])[None, :] > block[:, None]
-    return each_layer(causal, past, past_length, real, later, positions), block_positions, positions
-
-
-def each_layer(
-    causal: Sequence[bool],
-    past: KeyValues,
-    past_length: torch.Tensor,
-    seen: torch.Tensor,
-    later: torch.Tensor,
-    positions: torch.Tensor,
-) -> EachLayer:
-    """A :class:`~specexport.graphs.attention.TwoPartLowering` for each layer.
-
-    In ``causal`` layers, rows do not see ``later`` ones, bool ``[T,F]``.
-    """
-    kinds = {
-        causal_layer: TwoPartLowering(past, past_length, seen & ~later if causal_layer else seen, positions)
-        for causal_layer in sorted({*causal})
-    }
-    return EachLayer([kinds[causal_layer] for causal_layer in causal])
+    return BlockLowering(causal, past, past_length, real, later, positions), block_positions, positions
 
 
 class DFlashModule(torch.nn.Module):

@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 from specexport.graphs.attention import lowering
 from specexport.methods.dflash import DFlashTraining
 from specexport.methods.dflash.export import DFlashOutline, read_dflash, save_dflash
-from specexport.methods.dflash.graph import BlockSettings, DFlashDraft, each_layer
+from specexport.methods.dflash.graph import BlockLowering, BlockSettings, DFlashDraft
 from specexport.methods.hidden_states.train import checked_states, frozen, layer_sizes, run_target, train_and_write
 from specexport.training.data import Windows, seeded
 from specexport.training.loop import Log
@@ -123,6 +123,6 @@ def _blocks(draft: DFlashDraft, context: torch.Tensor, ids: torch.Tensor, anchor
     later = torch.cat([torch.zeros_like(before), place])[None, :] > place[:, None]
     empty = context.new_zeros(batch, draft.config.num_key_value_heads, 0, draft.config.head_dim)
     past, no_past = [(empty, empty)] * len(draft.layers), torch.zeros(batch, dtype=torch.int64, device=ids.device)
-    with lowering(each_layer(draft.settings.causal, past, no_past, seen, later, positions)):
+    with lowering(BlockLowering(draft.settings.causal, past, no_past, seen, later, positions)):
         output: torch.Tensor = draft(block, context, block_positions, positions)
     return output.view(batch, count, rows, -1)[:, :, 1:]

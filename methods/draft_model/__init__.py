@@ -11,13 +11,12 @@ from specexport.contract import tensors
 from specexport.contract.errors import TrainError
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods.base import (
+    CHECKPOINT,
     DEFAULT_DRAFT_TOKENS,
     SMALLER,
     CheckpointOptions,
     DraftingMethod,
     Flag,
-    MethodOptions,
-    SourceKind,
     Suggestion,
     TargetProfile,
 )
@@ -38,9 +37,9 @@ class ChainDraft(DraftingMethod, frozen=True, kw_only=True):
     beside each token of the chain.
     """
 
-    role: ClassVar[str] = "draft"
+    role = "draft"
     branching: ClassVar[Literal[0, 1, 2]] = 1
-    default_sizes: ClassVar[tuple[int, ...]] = (DEFAULT_DRAFT_TOKENS, 6, 8)  # measured costs decide among them
+    default_sizes = (DEFAULT_DRAFT_TOKENS, 6, 8)  # measured costs decide among them
 
     @property
     def support(self) -> int:
@@ -65,22 +64,18 @@ class ChainDraft(DraftingMethod, frozen=True, kw_only=True):
 class DraftModelOptions(CheckpointOptions, frozen=True, kw_only=True, tag="draft_model"):
     """Options of a draft model."""
 
-    flag: ClassVar[Flag | None] = Flag("--draft", "model", "smaller model with the same tokenizer", "DIR_OR_ID")
+    flag = Flag("--draft", "model", "smaller model with the same tokenizer", "DIR_OR_ID")
 
 
 class DraftModel(ChainDraft, frozen=True, kw_only=True, tag="draft_model"):
-    """A smaller model with the target's tokenizer drafts.
-
-    Attributes:
-        model: its folder or hub id.
-    """
+    """A smaller model with the target's tokenizer drafts."""
 
     model: str
 
-    options: ClassVar[type[MethodOptions]] = DraftModelOptions
-    sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
-    needs_training: ClassVar[str | None] = "a smaller model"
-    whole_model: ClassVar[bool] = True
+    options = DraftModelOptions
+    sources = CHECKPOINT
+    needs_training = "a smaller model"
+    whole_model = True
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:

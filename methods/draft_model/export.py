@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
+import onnx_ir as ir
 from tokenizers import Tokenizer
 
 from specexport.contract.errors import BuildError
-from specexport.contract.model import Model, with_rows
+from specexport.contract.methods import Method
+from specexport.contract.model import with_rows
 from specexport.exporter import compose, trace
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints import parity
@@ -23,10 +25,9 @@ from specexport.exporter.checkpoints.checkpoint import (
 )
 from specexport.exporter.checkpoints.config import read_model_config
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.sizes import require_whole_model
+from specexport.exporter.checkpoints.sizes import require_positions, require_whole_model
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.exporter.method import Array, MethodExporter, TargetInfo, Verification, vocabulary
-from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass
 from specexport.methods.draft_model import ChainDraft, DraftModel, DraftModelOptions
 
@@ -38,14 +39,14 @@ class DraftModelExporter(MethodExporter[DraftModelOptions, DraftModel]):
         require_tokenizer(options.model, tokenizer)
 
     def resolve(self, options: DraftModelOptions, target: TargetInfo) -> DraftModel:
-        require_length(options.model, target.max_seq_len)
-        return DraftModel(trees=(), model=options.model, candidates=min(MAX_CANDIDATES, target.vocab))
+        vocab = min(target.vocab, vocabulary_of(options.model, target.max_seq_len))
+        return DraftModel(trees=(), model=options.model, candidates=min(MAX_CANDIDATES, vocab))
 
-    def export(self, method: DraftModel, build: Build) -> DraftModel:
-        draft = load_draft(method.model, build)
-        vocab = min(draft.vocab_size, build.vocab_size)
-        model = write_propose_graph(method, draft, vocab, build)
-        return msgspec.structs.replace(method, candidates=min(MAX_CANDIDATES, vocab), draft=model, model=model.source)
+    def load(self, method: DraftModel, build: Build) -> Checkpoint:
+        return load_draft(method, method.model, build)
+
+    def trace(self, method: DraftModel, draft: Checkpoint, build: Build) -> ir.Model:
+        return trace_chain(draft, min(draft.vocab_size, build.vocab_size), build)
 
     def compare(self, method: DraftModel, run: Verification) -> Iterator[tuple[Array, Array]]:
         vocab = vocabulary(run.bundle.manifest, method.written_draft)
@@ -59,28 +60,17 @@ def require_tokenizer(source: str, tokenizer: Tokenizer) -> None:
     require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, source)
 
 
-def require_length(source: str, max_seq_len: int) -> None:
-    """Refuses a draft whose configuration is for shorter texts, before the target is written."""
-    positions = getattr(read_model_config(locate(source)), "max_position_embeddings", None)
+def vocabulary_of(source: str, max_seq_len: int) -> int:
+    """The number of a draft's tokens; refuses one that is for shorter texts, before the target is written."""
+    config = read_model_config(locate(source))
+    positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int):
-        _require_positions(source, positions, max_seq_len)
+        require_positions(max_seq_len, positions, f"the draft {source}")
+    return int(config.vocab_size)
 
 
-def _require_positions(source: str, positions: int, max_seq_len: int) -> None:
-    if positions < max_seq_len:
-        raise BuildError(
-            f"max_seq_len (max_model_len) is {max_seq_len}, but the draft {source} was made for {positions} positions; "
-            f"set it to at most {positions}, or choose another draft",
-            param="max_seq_len",
-        )
-
-
-def load_draft(source: str, build: Build) -> Checkpoint:
-    """Loads a draft, and checks that our lowering computes the same logits.
-
-    Raises:
-        BuildError: it supports only shorter texts, or cannot be lowered.
-    """
+def load_draft(method: Method, source: str, build: Build) -> Checkpoint:
+    """Loads a draft, and checks that our lowering computes the same logits."""
     with build.during("loading the draft"):
         draft = load_checkpoint(source)
     if draft.states and build.options.backend != "onnxruntime":
@@ -88,24 +78,20 @@ def load_draft(source: str, build: Build) -> Checkpoint:
             f"{draft.source}: model family '{draft.family}' has layers without attention, which run only on CPUs "
             "so far; choose another draft, or build it with --backend onnxruntime"
         )
-    _require_positions(source, draft.max_positions, build.plan.max_seq_len)
+    require_positions(build.plan.max_seq_len, draft.max_positions, f"the draft {source}")
     with build.during("comparing the draft with transformers"):
         parity.require_parity(draft, build.options.lowering)
-    return draft
-
-
-def write_propose_graph(method: ChainDraft, draft: Checkpoint, vocab: int, build: Build) -> Model:
-    """Traces a pass of a draft, puts it into a loop, and writes it; only the first ``vocab`` tokens are proposed."""
-    lowering, points = build.options.lowering, build.plan.propose_points(method)
     # Enough even if the text has not grown before the next call, so that no token is read twice.
-    back = max(point.drafts for point in points) + 1
+    back = build.plan.depths(method)[-1] + 1
     layers = with_rows(list(draft.states.values()), back, back)
-    states = dict(zip(draft.states, layers, strict=True))
-    input_vocab = draft.input_vocab if draft.input_vocab < build.vocab_size else None
-    draft_pass = DraftPass(draft.model, vocab, input_vocab, draft.max_positions, states)
-    with build.during("tracing the draft"), tracing(draft):
-        graph = compose.propose_graph(trace.trace_draft_pass(draft_pass, draft.cache, lowering), draft.cache, lowering)
-    return msgspec.structs.replace(write_draft(draft, build, graph, points, method), states=layers)
+    return dataclasses.replace(draft, states=dict(zip(draft.states, layers, strict=True)))
+
+
+def trace_chain(draft: Checkpoint, vocab: int, build: Build) -> ir.Model:
+    """Traces a pass of a draft, and puts it into a loop; only the first ``vocab`` tokens are proposed."""
+    lowering, input_vocab = build.options.lowering, draft.input_vocab if draft.input_vocab < build.vocab_size else None
+    draft_pass = DraftPass(draft.model, vocab, input_vocab, draft.max_positions, draft.states)
+    return compose.propose_graph(trace.trace_draft_pass(draft_pass, draft.cache, lowering), draft.cache, lowering)
 
 
 def compare_chain(

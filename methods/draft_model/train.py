@@ -60,7 +60,7 @@ def train_draft(options: DraftTraining, log: Log) -> dict[str, Any]:
             optimizer_list,
             options.total_steps(len(run.windows)),
             loss_at,
-            lambda: f"greedy acceptance length {acceptance.length(0.0, _REPORTED_DEPTH):.2f}",
+            lambda: f"greedy acceptance length {acceptance_length(acceptance.accepted(0.0), _REPORTED_DEPTH):.2f}",
         )
         run.record["acceptance"] = {"before": before, "after": acceptance.table()}
         with run.output() as folder:
@@ -147,18 +147,15 @@ class _Acceptance:
             for temperature in (0.0, 1.0)
         }  # fmt: skip
 
-    def length(self, temperature: float, draft_tokens: int) -> float:
-        """The acceptance length of the draft in its present state."""
-        return acceptance_length(self._accepted(temperature), draft_tokens)
-
     def table(self) -> dict[str, list[float]]:
         """Acceptance lengths at 1 to 6 draft tokens, greedy and at temperature 1."""
         return {
             name: [round(acceptance_length(accepted, k), 3) for k in _MEASURED_DEPTHS]
-            for name, accepted in (("greedy", self._accepted(0.0)), ("temperature 1", self._accepted(1.0)))
+            for name, accepted in (("greedy", self.accepted(0.0)), ("temperature 1", self.accepted(1.0)))
         }
 
-    def _accepted(self, temperature: float) -> torch.Tensor:
+    def accepted(self, temperature: float) -> torch.Tensor:
+        """The tokens that were accepted draft tokens, by the draft in its present state."""
         run = self._run
         with run.place.autocast():
             return accepted_positions(

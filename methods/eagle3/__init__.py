@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from specexport.contract.errors import TrainError
-from specexport.contract.methods.base import (
-    DEFAULT_DRAFT_TOKENS,
-    Flag,
-    MethodOptions,
-    SourceKind,
-    Suggestion,
-    TargetProfile,
-)
+from specexport.contract.methods.base import CHECKPOINT, DEFAULT_DRAFT_TOKENS, Flag, Suggestion
 from specexport.contract.options import dashed
 from specexport.methods.hidden_states import OwnStateDraft, StatesCheckpointOptions
 from specexport.training.options import StatesDraftTraining, Training, draft_option, report_chain
@@ -22,33 +15,29 @@ from specexport.training.options import StatesDraftTraining, Training, draft_opt
 class Eagle3Options(StatesCheckpointOptions, frozen=True, kw_only=True, tag="eagle3"):
     """Options of an EAGLE-3 draft."""
 
-    flag: ClassVar[Flag | None] = Flag(
+    flag = Flag(
         "--eagle3", "model", "EAGLE-3 draft of the target (SafeAILab's or the speculators library's)", "DIR_OR_ID"
     )
 
 
 class Eagle3(OwnStateDraft, frozen=True, kw_only=True, tag="eagle3"):
-    """A layer drafts from states between the target's layers (EAGLE-3, arXiv 2503.01840).
-
-    Attributes:
-        model: folder or hub id of the draft.
-    """
+    """A layer drafts from states between the target's layers (EAGLE-3, arXiv 2503.01840)."""
 
     model: str
 
-    options: ClassVar[type[MethodOptions]] = Eagle3Options
-    sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
-    needs_training: ClassVar[str | None] = "an EAGLE-3 draft"
-    role: ClassVar[str] = "eagle3"
-    draft_name: ClassVar[str] = "EAGLE-3 draft"
+    options = Eagle3Options
+    sources = CHECKPOINT
+    needs_training = "an EAGLE-3 draft"
+    role = "eagle3"
+    draft_name = "EAGLE-3 draft"
 
-    @classmethod
-    def suggest(cls, target: TargetProfile) -> Suggestion | None:
-        why = (
-            "one layer over the target's own states, which agrees with it more often than heads do; published for many "
-            "targets (SafeAILab, speculators)"
-        )
-        return Suggestion("eagle3", f"K = {DEFAULT_DRAFT_TOKENS}", why, 1)
+    suggestion = Suggestion(
+        "eagle3",
+        f"K = {DEFAULT_DRAFT_TOKENS}",
+        "one layer over the target's own states, which agrees with it more often than heads do; published for many "
+        "targets (SafeAILab, speculators)",
+        1,
+    )
 
 
 class Eagle3Training(StatesDraftTraining, frozen=True, kw_only=True):

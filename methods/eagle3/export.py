@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import torch
@@ -68,11 +68,11 @@ class Eagle3Outline(DraftOutline):
 
     switches: dict[str, bool]
 
-    what: ClassVar[str] = (
+    what = (
         f"an EAGLE-3 draft as {CONFIG} describes it, with names such as 'fc.weight', "
         "'midlayer.self_attn.q_proj.weight' or 'layers.0.self_attn.q_proj.weight'"
     )
-    keys: ClassVar[str] = "eagle_aux_hidden_state_layer_ids"
+    keys = "eagle_aux_hidden_state_layer_ids"
 
     @property
     def prefixes(self) -> Mapping[str, str]:

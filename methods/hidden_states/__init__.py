@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
@@ -46,7 +46,7 @@ class StatesCheckpointOptions(StatesDraftOptions, frozen=True, kw_only=True):
 
     model: str
 
-    main: ClassVar[str] = "model"
+    main = "model"
 
 
 class StatesDraft(ChainDraft, frozen=True, kw_only=True):
@@ -54,9 +54,7 @@ class StatesDraft(ChainDraft, frozen=True, kw_only=True):
 
     Attributes:
         states: the numbers of layers after which it reads the target's residual stream.
-        hidden: the target's hidden size.
         rows: most rows of a text in a run that drafts: as many tokens as a step of its deepest tree can commit.
-        dynamic_tree: see :class:`StatesDraftOptions`.
     """
 
     dynamic_tree: bool
@@ -220,11 +218,7 @@ class StatesProposer(Proposer):
         outputs = self.graph.run(RunShape(T, drafts=K, slots=slots))
         for view in ready:
             self._keep(view, self._unread(view))
-        return {view.slot: self._proposal(view, outputs, view.slot - slots.start) for view in ready}
-
-    def _proposal(self, view: SlotView, outputs: Mapping[str, Array], at: int) -> Proposal:
-        """The proposal from a run's outputs, for the slot at index ``at`` of its window."""
-        return chain_proposal(view, outputs, at, self._dynamic)
+        return {view.slot: chain_proposal(view, outputs, view.slot - slots.start, self._dynamic) for view in ready}
 
     def _rows(self, ready: Sequence[SlotView], T: int, K: int) -> int:
         """The number of cache rows for a run that computes T rows of the texts and drafts K tokens."""

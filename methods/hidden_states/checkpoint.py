@@ -24,8 +24,8 @@ from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
 from specexport.contract.shapes import Size
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
-from specexport.exporter.checkpoints.config import layers_in, stored_table
-from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object
+from specexport.exporter.checkpoints.config import read_model_config, stored_table
+from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object, require_trained_for
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quantized import dequantize_tensors
 from specexport.exporter.checkpoints.quiet import quiet
@@ -84,9 +84,7 @@ def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool,
     """Reads the configuration of a draft in its own checkpoint.
 
     Args:
-        source: folder or hub id.
         method: the expected ``speculators_model_type``.
-        description: the kind of draft, for error messages.
 
     Returns:
         The configuration of the layers; whether it has the layout of the ``speculators`` library; and the fields of
@@ -117,7 +115,6 @@ class DraftOutline(ABC):
 
     Attributes:
         vocab: vocabulary size of the target that it was trained for.
-        draft_vocab: number of tokens that it may propose.
         target_hidden: hidden size of the target that it was trained for.
         states: the numbers of layers after which it reads the target's residual stream; None for the default.
         tied: whether its head consists of rows of its embedding.
@@ -194,21 +191,9 @@ class DraftOutline(ABC):
         return {name: shape}
 
     def require_fit(self, *, hidden: int, vocab: int, layers: int) -> None:
-        """Checks a draft, by its files' headers, against a target's hidden size, vocabulary and number of layers.
-
-        Raises:
-            BuildError: a tensor is missing, unknown, or of another shape or type, or the draft was trained for another
-                target; names the file and the tensor or field.
-        """
-        for field, value, expected in (
-            ("target_hidden_size", self.target_hidden, hidden),
-            ("vocab_size", self.vocab, vocab),
-        ):
-            if value != expected:
-                raise BuildError(
-                    f"{self.path / CONFIG}: {field} is {value}, and the target's is {expected}; this draft was trained "
-                    "for another model"
-                )
+        """Checks a draft, by its files' headers, against a target's hidden size, vocabulary and number of layers."""
+        sizes = {"target_hidden_size": (self.target_hidden, hidden), "vocab_size": (self.vocab, vocab)}
+        require_trained_for(self.path / CONFIG, "draft", sizes)
         stored, shapes = self.stored(), dict[str, tuple[int, ...]]()
         for name, shape in shapes_of(self.make(layers)).items():
             shapes |= self.parts(name, shape, stored)
@@ -235,9 +220,6 @@ class DraftOutline(ABC):
 
         Tensors that it shares with the target are in the folder ``target``. Rotary frequencies that would change for
         texts longer than ``positions`` are fixed.
-
-        Raises:
-            BuildError: numbers are not finite, or the target lacks a shared tensor; names the tensor.
         """
         draft, stored = self.make(layers), self.stored()
         ids = self._target_ids(stored)
@@ -323,7 +305,7 @@ def load_draft(outline: DraftOutline, target: Path, positions: int, *, family: s
 
     ``family`` is its kind in the manifest, ``source`` the user's name for it.
     """
-    draft = outline.load(target, layers_in(target), positions)
+    draft = outline.load(target, int(read_model_config(target).num_hidden_layers), positions)
     return Checkpoint(
         source=source,
         path=outline.path,

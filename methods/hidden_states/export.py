@@ -23,7 +23,6 @@ from specexport.exporter.checkpoints.config import sizes_of
 from specexport.exporter.checkpoints.sizes import ModelSizes
 from specexport.exporter.compose import propose_graph
 from specexport.exporter.method import Array, MetaDraft, MethodExporter, TargetInfo, Verification
-from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
 from specexport.graphs.propose import MAX_CANDIDATES
@@ -46,10 +45,6 @@ class StatesDraftExporter(MethodExporter[P, S]):
     @abstractmethod
     def read(self, source: str) -> Any:  # a DraftOutline of the method's own type
         """Reads a draft's configuration from a folder or hub id, without its weights."""
-
-    @abstractmethod
-    def trace(self, method: S, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
-        """Traces the propose graph."""
 
     @abstractmethod
     def reference_logits(
@@ -85,15 +80,10 @@ class StatesDraftExporter(MethodExporter[P, S]):
         planned = super().plan(options, target)
         return msgspec.structs.replace(planned, rows=1 + max(tree.depth for tree in planned.token_trees()))
 
-    def export(self, method: S, build: Build) -> S:
+    def load(self, method: S, build: Build) -> Checkpoint:
         source, positions = self.source(method, build.options.target), build.max_positions
         with build.during(f"loading the {method.draft_name}"):
-            draft = load_draft(self.read(source), build.source, positions, family=method.role, source=source)
-        with build.during(f"tracing the {method.draft_name}"), tracing(draft):
-            graph = self.trace(method, draft.model, draft.cache, build.options.lowering)
-        model = write_draft(draft, build, graph, self.points(method, build.plan), method)
-        named = {"model": model.source} if method.sources else {}
-        return msgspec.structs.replace(method, draft=model, **named)
+            return load_draft(self.read(source), build.source, positions, family=method.role, source=source)
 
     def meta_draft(self, options: P, target: str, sizes: ModelSizes) -> MetaDraft:
         source = self.source(options, target)
@@ -130,9 +120,9 @@ class StatesDraftExporter(MethodExporter[P, S]):
 class OwnStateExporter(StatesDraftExporter[P, O]):
     """Exports a draft that reads its own state at tokens that the target has not read yet."""
 
-    def trace(self, method: O, draft: Any, cache: Sequence[CacheLayer], kind: LoweredAs) -> ir.Model:
-        first, one_pass = trace_own_state(draft, cache, kind)
-        return propose_graph(one_pass, cache, kind, first)
+    def trace(self, method: O, draft: Checkpoint, build: Build) -> ir.Model:
+        first, one_pass = trace_own_state(draft.model, draft.cache, build.options.lowering)
+        return propose_graph(one_pass, draft.cache, build.options.lowering, first)
 
     def reference_logits(
         self, draft: Checkpoint, text: list[int], states: torch.Tensor, drafted: list[int]

@@ -39,9 +39,7 @@ def train_and_write(
     Args:
         outer: see :func:`~specexport.training.loop.optimizers`.
         losses_of: computes the losses of a batch, given its number; None when the draft is measured.
-        count: number of drafted tokens.
         save: writes the draft into a folder, which is read again as a check.
-        read: reads the written draft's configuration.
         watch: whether to measure the draft on a few held-out windows at every checkpoint, too.
     """
     options, target = run.options, run.target
@@ -81,16 +79,12 @@ def checked_states(states: Sequence[int] | None, default: Sequence[int], layers:
     chosen = default if states is None else states
     if not all(0 <= count <= layers for count in chosen) or len(set(chosen)) != len(chosen):
         reason = " by default, as the target has few layers" if states is None else ""
+        spread = sorted({max(1, count) for count in (layers // 3, 2 * layers // 3, layers - 1)})
         raise TrainError(
             f"--states is {' '.join(map(str, chosen))}{reason}; expected one number of layers or several different "
-            f"ones, from 0 to the target's {layers}, such as --states {' '.join(map(str, _some(layers)))}"
+            f"ones, from 0 to the target's {layers}, such as --states {' '.join(map(str, spread))}"
         )
     return tuple(chosen)
-
-
-def _some(layers: int) -> tuple[int, ...]:
-    """A third, two thirds and all but one of the layers; fewer of a target with few layers."""
-    return tuple(sorted({max(1, count) for count in (layers // 3, 2 * layers // 3, layers - 1)}))
 
 
 def layer_sizes(target: TrainingModel, intermediate_size: int | None) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from specexport.contract.methods.base import (
     CheckpointOptions,
     Flag,
-    MethodOptions,
     RankedMethod,
     SourceKind,
     Suggestion,
@@ -32,19 +31,14 @@ _PUBLISHED_TREES = ((10e9, "mc_sim_7b_63"), (20e9, "vicuna_13b_stage1"), (math.i
 class MedusaOptions(CheckpointOptions, frozen=True, kw_only=True, tag="medusa"):
     """Options of Medusa heads."""
 
-    flag: ClassVar[Flag | None] = Flag(
-        "--medusa", "model", "Medusa heads of the target (specexport train medusa)", "DIR"
-    )
+    flag = Flag("--medusa", "model", "Medusa heads of the target (specexport train medusa)", "DIR")
 
 
 class Medusa(RankedMethod, frozen=True, kw_only=True, tag="medusa"):
     """Heads on the target's last hidden state, in its step graph (Medusa, arXiv 2401.10774).
 
     Attributes:
-        model: folder of the heads.
         heads: number of heads, and the greatest depth of a tree.
-        parameters: number of the heads' parameters.
-        weights: type in which the heads' matrices are stored.
     """
 
     model: str
@@ -52,10 +46,10 @@ class Medusa(RankedMethod, frozen=True, kw_only=True, tag="medusa"):
     parameters: Positive
     weights: StoredAs
 
-    options: ClassVar[type[MethodOptions]] = MedusaOptions
-    sources: ClassVar[dict[str, SourceKind]] = {"model": "folder"}
-    needs_training: ClassVar[str | None] = "heads"
-    branching: ClassVar[Literal[0, 1, 2]] = 2
+    options = MedusaOptions
+    sources: ClassVar[Mapping[str, SourceKind]] = {"model": "folder"}
+    needs_training = "heads"
+    branching = 2
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:

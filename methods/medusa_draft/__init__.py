@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods.base import CheckpointOptions, DraftingMethod, Flag, MethodOptions, SourceKind
+from specexport.contract.methods.base import CheckpointOptions, DraftingMethod, Flag, SourceKind
 from specexport.contract.shapes import Size, window
 from specexport.contract.signature import GraphSignature, step_signature
 from specexport.contract.tensors import CANDIDATES
@@ -28,7 +28,7 @@ class MedusaDraftOptions(CheckpointOptions, frozen=True, kw_only=True, tag="medu
 
     medusa: str
 
-    flag: ClassVar[Flag | None] = Flag(
+    flag = Flag(
         "--draft-medusa",
         "medusa",
         "Medusa heads of the draft, which then proposes a tree in one pass",
@@ -41,8 +41,6 @@ class MedusaDraft(DraftingMethod, frozen=True, kw_only=True, tag="medusa_draft")
     """A smaller model with Medusa heads proposes a whole tree in one pass.
 
     Attributes:
-        model: folder or hub id of a model with the target's tokenizer.
-        medusa: folder of its heads.
         heads: number of heads; a tree is at most one level deeper, as the draft's own head comes first.
     """
 
@@ -50,11 +48,11 @@ class MedusaDraft(DraftingMethod, frozen=True, kw_only=True, tag="medusa_draft")
     medusa: str
     heads: Size
 
-    options: ClassVar[type[MethodOptions]] = MedusaDraftOptions
-    sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint", "medusa": "folder"}
-    needs_training: ClassVar[str | None] = "a smaller model and its heads"
-    role: ClassVar[str] = "draft"
-    branching: ClassVar[Literal[0, 1, 2]] = 1
+    options = MedusaDraftOptions
+    sources: ClassVar[Mapping[str, SourceKind]] = {"model": "checkpoint", "medusa": "folder"}
+    needs_training = "a smaller model and its heads"
+    role = "draft"
+    branching = 1
 
     @property
     def signature(self) -> GraphSignature:

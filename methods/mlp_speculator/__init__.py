@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.base import (
-    CheckpointOptions,
-    DraftingMethod,
-    Flag,
-    MethodOptions,
-    SourceKind,
-    Suggestion,
-    TargetProfile,
-)
+from specexport.contract.methods.base import CHECKPOINT, CheckpointOptions, DraftingMethod, Flag, Suggestion
 from specexport.contract.options import option
 from specexport.contract.shapes import Size, uncached_points, window
 from specexport.contract.signature import GraphSignature, stage_outputs
@@ -37,7 +29,7 @@ MAX_STAGES = 16
 class MlpSpeculatorOptions(CheckpointOptions, frozen=True, kw_only=True, tag="mlp_speculator"):
     """Options of an MLP speculator."""
 
-    flag: ClassVar[Flag | None] = Flag(
+    flag = Flag(
         "--mlp-speculator",
         "model",
         "MLP speculator of the target: an ibm-fms accelerator, or from specexport train mlp-speculator",
@@ -51,29 +43,27 @@ class MlpSpeculator(DraftingMethod, frozen=True, kw_only=True, tag="mlp_speculat
     Each stage reads the token before, so branches of a tree also differ below their first tokens.
 
     Attributes:
-        model: folder or hub id of the speculator.
         stages: number of stages, and the greatest depth of a tree.
-        hidden: H, the target's hidden size.
     """
 
     model: str
     stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
     hidden: Size
 
-    options: ClassVar[type[MethodOptions]] = MlpSpeculatorOptions
-    sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
-    needs_training: ClassVar[str | None] = "a speculator"
-    role: ClassVar[str] = "speculator"
-    draft_name: ClassVar[str] = "speculator"
-    branching: ClassVar[Literal[0, 1, 2]] = 2
+    options = MlpSpeculatorOptions
+    sources = CHECKPOINT
+    needs_training = "a speculator"
+    role = "speculator"
+    draft_name = "speculator"
+    branching = 2
 
-    @classmethod
-    def suggest(cls, target: TargetProfile) -> Suggestion | None:
-        why = (
-            "stages that see each other's tokens, where heads guess apart; published for some targets (ibm-fms, "
-            "ibm-granite), and trained like heads"
-        )
-        return Suggestion("mlp_speculator", "the tree that 'specexport tune tree' finds", why, 2)
+    suggestion = Suggestion(
+        "mlp_speculator",
+        "the tree that 'specexport tune tree' finds",
+        "stages that see each other's tokens, where heads guess apart; published for some targets (ibm-fms, "
+        "ibm-granite), and trained like heads",
+        2,
+    )
 
     @property
     def support(self) -> int:

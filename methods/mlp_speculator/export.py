@@ -31,7 +31,7 @@ from specexport.exporter import trace
 from specexport.exporter.build_state import Build, BuildPlan
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_reference, reference_states
-from specexport.exporter.checkpoints.documents import CONFIG, read_config
+from specexport.exporter.checkpoints.documents import CONFIG, read_config, require_trained_for
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.stored import (
     StoredTensor,
@@ -41,7 +41,6 @@ from specexport.exporter.checkpoints.stored import (
     shapes_of,
 )
 from specexport.exporter.method import Array, MethodExporter, TargetInfo, Verification
-from specexport.exporter.writing import tracing, write_draft
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.medusa.export import NEXT_RANK
 from specexport.methods.mlp_speculator import MAX_STAGES, MlpSpeculator, MlpSpeculatorOptions, speculator_inputs
@@ -104,12 +103,8 @@ class SpeculatorOutline:
 
     def require_fit(self, *, hidden: int, vocab: int) -> None:
         """Checks a speculator, by its files' headers, against a target's hidden size and vocabulary."""
-        for field, value, expected in (("emb_dim", self.hidden, hidden), ("vocab_size", self.vocab, vocab)):
-            if value != expected:
-                raise BuildError(
-                    f"{self.path / CONFIG}: {field} is {value}, and the target's is {expected}; this speculator was "
-                    "trained for another model"
-                )
+        sizes = {"emb_dim": (self.hidden, hidden), "vocab_size": (self.vocab, vocab)}
+        require_trained_for(self.path / CONFIG, "speculator", sizes)
         stored = self._stored()
         with torch.device("meta"):
             stages = self.make()
@@ -254,26 +249,29 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
         shapes = itertools.product(plan.depths(method), widths, plan.batches)
         return plan.at_caches([(batch, width, 0, depth) for depth, width, batch in shapes], (0,))
 
-    def export(self, method: MlpSpeculator, build: Build) -> MlpSpeculator:
+    def plan(self, options: MlpSpeculatorOptions, target: TargetInfo) -> MlpSpeculator:
+        """See :class:`MethodExporter`; stages beyond the deepest tree are never used."""
+        planned = super().plan(options, target)
+        return msgspec.structs.replace(planned, stages=max(tree.depth for tree in planned.token_trees()))
+
+    def load(self, method: MlpSpeculator, build: Build) -> Checkpoint:
         with build.during("loading the speculator"):
             outline = read_speculator(method.model)
             stages = outline.load()
-            # Stages beyond the deepest tree are never used.
-            stages.keep_first(max(tree.depth for tree in method.token_trees()))
-            checkpoint = Checkpoint(
-                source=method.model,
-                path=outline.path,
-                family=method.name,
-                model=stages,
-                cache=(),
-                vocab_size=outline.vocab,
-                input_vocab=outline.vocab,
-                max_positions=build.max_positions,
-            )
-        with build.during("tracing the speculator"), tracing(checkpoint):
-            graph = trace_speculator(stages, build.options.lowering)
-        model = write_draft(checkpoint, build, graph, self.points(method, build.plan), method)
-        return msgspec.structs.replace(method, stages=len(stages), draft=model, model=model.source)
+            stages.keep_first(method.stages)
+        return Checkpoint(
+            source=method.model,
+            path=outline.path,
+            family=method.name,
+            model=stages,
+            cache=(),
+            vocab_size=outline.vocab,
+            input_vocab=outline.vocab,
+            max_positions=build.max_positions,
+        )
+
+    def trace(self, method: MlpSpeculator, draft: Checkpoint, build: Build) -> ir.Model:
+        return trace_speculator(draft.model, build.options.lowering)
 
     def compare(self, method: MlpSpeculator, run: Verification) -> Iterator[tuple[Array, Array]]:
         """See :class:`MethodExporter`; each token must be its stage's most probable one."""

@@ -75,11 +75,7 @@ class SpeculatorStages(torch.nn.Module):
         return rms_normalize(hidden) / 2**0.5 if self.scale_input else hidden
 
     def advance(self, stage: int, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The state ``[..., I]`` of a stage, from the state of the stage before and the input token.
-
-        Args:
-            state: ``[..., H]`` for the first stage, ``[..., I]`` for others.
-        """
+        """The state ``[..., I]`` of a stage, from the token and the state before, ``[..., H]`` for the first stage."""
         mixed = self.proj[stage](state) * self.state_weight + self.emb[stage](tokens) * self.token_weight
         return F.gelu(self.ln[stage](mixed))
 

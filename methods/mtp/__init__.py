@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, MethodOptions, Suggestion, TargetProfile
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, Suggestion, TargetProfile
 from specexport.methods.hidden_states import OwnStateDraft, StatesDraftOptions
 
 
 class MTPOptions(StatesDraftOptions, frozen=True, kw_only=True, tag="mtp"):
     """Options of an MTP layer."""
 
-    flag: ClassVar[Flag | None] = Flag("--mtp", None, "draft with the target checkpoint's own MTP layer")
+    flag = Flag("--mtp", None, "draft with the target checkpoint's own MTP layer")
 
 
 class MTP(OwnStateDraft, frozen=True, kw_only=True, tag="mtp"):
     """Drafts with the layer that follows the last one in the target's checkpoint (DeepSeek-V3, arXiv 2412.19437)."""
 
-    options: ClassVar[type[MethodOptions]] = MTPOptions
-    role: ClassVar[str] = "mtp"
-    draft_name: ClassVar[str] = "MTP layer"
+    options = MTPOptions
+    role = "mtp"
+    draft_name = "MTP layer"
 
     @classmethod
     def suggest(cls, target: TargetProfile) -> Suggestion | None:

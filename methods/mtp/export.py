@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -103,7 +103,7 @@ class MTPOutline(DraftOutline):
 
     names: dict[str, str]
 
-    what: ClassVar[str] = f"the MTP layer that {CONFIG} describes"
+    what = f"the MTP layer that {CONFIG} describes"
 
     @staticmethod
     def default_states(draft_layers: int, layers: int) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from specexport.contract.methods.base import Flag, MethodOptions
 from specexport.contract.shapes import Size
@@ -19,25 +18,20 @@ class SelfDraftOptions(MethodOptions, frozen=True, kw_only=True, tag="self_draft
 
     layers: Size
 
-    main: ClassVar[str] = "layers"
-    flag: ClassVar[Flag | None] = Flag(
-        "--self-draft-layers", "layers", "propose with the target's own first N layers and its head", "N"
-    )
+    main = "layers"
+    flag = Flag("--self-draft-layers", "layers", "propose with the target's own first N layers and its head", "N")
 
 
 class SelfDraft(ChainDraft, frozen=True, kw_only=True, tag="self_draft"):
     """The target's first layers draft: its final norm and head read their output.
 
     The draft's graph is written beside the target's and shares its weights file.
-
-    Attributes:
-        layers: number of these layers.
     """
 
     layers: Size
 
-    options: ClassVar[type[MethodOptions]] = SelfDraftOptions
-    role: ClassVar[str] = "self_draft"
+    options = SelfDraftOptions
+    role = "self_draft"
 
     def describe(self) -> str:
         return f"self_draft, the target's first {'layer' if self.layers == 1 else f'{self.layers} layers'}"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from tokenizers import Tokenizer
 
-from specexport.contract.methods.base import CheckpointOptions, Flag, MethodOptions, SourceKind, not_a_chain
+from specexport.contract.methods.base import CHECKPOINT, CheckpointOptions, Flag, not_a_chain
 from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model import ChainDraft
 from specexport.methods.draft_model import open_proposer as open_drafter
@@ -20,7 +19,7 @@ from specexport.runtime.text import TextStream
 class UniversalDraftOptions(CheckpointOptions, frozen=True, kw_only=True, tag="universal_draft"):
     """Options of a draft model with another tokenizer."""
 
-    flag: ClassVar[Flag | None] = Flag(
+    flag = Flag(
         "--universal-draft",
         "model",
         "smaller model with another tokenizer, translated through text; accepted less often, so prefer --draft",
@@ -35,7 +34,6 @@ class UniversalDraft(ChainDraft, frozen=True, kw_only=True, tag="universal_draft
     fewer tokens in the target's vocabulary.
 
     Attributes:
-        model: its folder or hub id.
         tokenizer: the file of its tokenizer in the bundle.
         split_special_tokens: whether that encodes special tokens in a text as plain text.
     """
@@ -44,12 +42,12 @@ class UniversalDraft(ChainDraft, frozen=True, kw_only=True, tag="universal_draft
     tokenizer: str
     split_special_tokens: bool
 
-    options: ClassVar[type[MethodOptions]] = UniversalDraftOptions
-    sources: ClassVar[dict[str, SourceKind]] = {"model": "checkpoint"}
-    needs_training: ClassVar[str | None] = "a smaller model"
-    whole_model: ClassVar[bool] = True
-    branching: ClassVar[Literal[0, 1, 2]] = 0
-    default_sizes: ClassVar[tuple[int, ...]] = (4, 2, 1)  # a token may be several of the target's, or a part of one
+    options = UniversalDraftOptions
+    sources = CHECKPOINT
+    needs_training = "a smaller model"
+    whole_model = True
+    branching = 0
+    default_sizes = (4, 2, 1)  # a token may be several of the target's, or a part of one
 
     @property
     def files(self) -> tuple[str, ...]:

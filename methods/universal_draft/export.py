@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
+import onnx_ir as ir
 
 from specexport.exporter.build_state import Build
+from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.exporter.method import Array, MethodExporter, TargetInfo, Verification
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.draft_model import DraftModel
-from specexport.methods.draft_model.export import compare_chain, load_draft, require_length, write_propose_graph
+from specexport.methods.draft_model.export import compare_chain, load_draft, trace_chain, vocabulary_of
 from specexport.methods.universal_draft import UniversalDraft, UniversalDraftOptions
 
 _TOKENIZER = "draft/tokenizer.json"
@@ -22,21 +23,24 @@ class UniversalDraftExporter(MethodExporter[UniversalDraftOptions, UniversalDraf
     """Exports a draft that proposes text, from its whole vocabulary."""
 
     def resolve(self, options: UniversalDraftOptions, target: TargetInfo) -> UniversalDraft:
-        require_length(options.model, target.max_seq_len)
         return UniversalDraft(
             trees=(),
             model=options.model,
-            candidates=min(MAX_CANDIDATES, target.vocab),
+            candidates=min(MAX_CANDIDATES, vocabulary_of(options.model, target.max_seq_len)),
             tokenizer=_TOKENIZER,
             split_special_tokens=load_tokenizer(locate(options.model)).split_special_tokens,
         )
 
+    def load(self, method: UniversalDraft, build: Build) -> Checkpoint:
+        return load_draft(method, method.model, build)
+
+    def trace(self, method: UniversalDraft, draft: Checkpoint, build: Build) -> ir.Model:
+        return trace_chain(draft, draft.vocab_size, build)
+
     def export(self, method: UniversalDraft, build: Build) -> UniversalDraft:
-        draft = load_draft(method.model, build)
-        model = write_propose_graph(method, draft, draft.vocab_size, build)
-        load_tokenizer(draft.path).tokenizer.save(str(build.folder / method.tokenizer))
-        candidates = min(MAX_CANDIDATES, draft.vocab_size)
-        return msgspec.structs.replace(method, candidates=candidates, draft=model, model=model.source)
+        method = super().export(method, build)
+        load_tokenizer(locate(method.model)).tokenizer.save(str(build.folder / method.tokenizer))
+        return method
 
     def compare(self, method: UniversalDraft, run: Verification) -> Iterator[tuple[Array, Array]]:
         draft = method.written_draft

@@ -124,12 +124,12 @@ def _speculation(method: Method) -> str:
 
 def _cache(model: Model) -> str:
     row, layers = model.cache_row_bytes, counted(len(model.cache), "layer")
-    return f"{layers}, {bytes_text(row)} a token ({model.precision.cache})" if row else "none"
+    return f"{layers}, {bytes_text(row)} a token (fp32)" if row else "none"
 
 
 def _precision(model: Model) -> str:
     precision = model.precision
-    text = f"{precision.weights}, computed in {precision.compute}"
+    text = f"{precision.weights}, computed in fp32"
     if model.ranks:
         text += f", split among {len(model.ranks)} processes"
     if precision.block_size:

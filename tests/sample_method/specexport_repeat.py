@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -15,7 +15,7 @@ class Repeat(TextMethod, frozen=True, kw_only=True, tag="repeat"):
 
     at_least: Annotated[int, Meta(ge=1, le=64)] = 2
 
-    flag: ClassVar[Flag | None] = Flag("--repeat", None, "propose a token that repeats itself")
+    flag = Flag("--repeat", None, "propose a token that repeats itself")
 
 
 class RepeatProposer(TextProposer[None]):

@@ -79,11 +79,7 @@ def _header(files: tuple[tuple[Path, int, int], ...]) -> Header:
 
 
 def describe(folder: Path) -> None:
-    """Writes the configuration and the tokenizer beside a folder's GGUF file, unless they exist.
-
-    Raises:
-        BuildError: the file is damaged, or transformers does not read its family; names the file.
-    """
+    """Writes the configuration and the tokenizer beside a folder's GGUF file, unless they exist."""
     header = header_of(folder)
     if header is None or (folder / CONFIG).is_file():
         return

@@ -73,11 +73,7 @@ class Header:
     tensors: dict[str, TensorPlace]
 
     def get(self, key: str, kind: type[Any] | tuple[type[Any], ...], default: Any = None) -> Any:
-        """A value of the metadata.
-
-        Raises:
-            BuildError: it is of another type.
-        """
+        """A value of the metadata."""
         if key not in self.fields:
             return default
         value = self.fields[key].value
@@ -96,11 +92,7 @@ class Header:
 
 
 def read_header(files: list[Path]) -> Header:
-    """The header of a GGUF file, or of all parts of a split file, in order.
-
-    Raises:
-        BuildError: a file is damaged, or is not such a part; names the file and the field or the tensor.
-    """
+    """The header of a GGUF file, or of all parts of a split file, in order."""
     headers = [_read(path) for path in files]
     first = headers[0]
     count = first.get("split.count", int, 1)

@@ -140,11 +140,7 @@ def format_of(header: Header) -> str:
 
 
 def tensors_of(header: Header, meta: Any) -> Iterator[StoredTensor]:
-    """The tensors of a model; ``meta`` is transformers' model on the meta device.
-
-    Raises:
-        BuildError: the file has a tensor that the model does not have, or has with another size.
-    """
+    """The tensors of a model; ``meta`` is transformers' model on the meta device."""
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=meta.config.to_dict())
     try:
         with _one_name_map():
