@@ -6,7 +6,6 @@ replaced; :data:`TABLES` has the functions that write tables.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
@@ -14,8 +13,7 @@ from pathlib import Path
 
 from gguf import GGML_QUANT_SIZES
 
-from benchmarks import tables
-from scripts import clients, families
+from benchmarks import families, tables
 from specexport.commands.flags import flag
 from specexport.contract import signature, tensors
 from specexport.contract.options import REQUIRED, Option, Options, options
@@ -72,13 +70,6 @@ def tools() -> str:
         form = family.form if supported else "its template knows no tools; JSON"
         rows.append((family.name, form, "works" if supported else "refused", "work"))
     return tables.markdown(("family", "a call", "`auto`", "`required`, a named tool"), rows)
-
-
-def client_checks() -> str:
-    """The checks of OpenAI's clients in the last run of scripts/clients.py."""
-    checks = json.loads(clients.RESULTS.read_text(encoding="utf-8"))
-    rows = [(check["client"], check["version"], check["check"], check["result"]) for check in checks]
-    return tables.markdown(("client", "version", "check", ""), rows)
 
 
 def _names(kind: type[Options], without: Collection[str] = ()) -> list[str]:
@@ -168,7 +159,7 @@ def tensor_table(name: str) -> str:
 
 
 _RESULTS = (
-    *("auto", "batches", "bench", "decode-costs", "decode-speed", "engines", "lookup", "losslessness"),
+    *("auto", "batches", "bench", "clients", "decode-costs", "decode-speed", "engines", "lookup", "losslessness"),
     *("machines", "methods", "precision", "real-models", "real-sizes", "serve", "soak", "split-targets"),
     *("opening", "prompts", "verify-costs", "gpu-checks", "gpu-engines", "gpu-steps"),
 )
@@ -176,10 +167,9 @@ _RESULTS = (
 TABLES: dict[str, Callable[[], str]] = {
     **{name: getattr(tables, name.replace("-", "_")) for name in _RESULTS},
     "auto-avx512": partial(tables.auto, "auto-avx512"),
-    "clients": client_checks,
     "engines-avx512": partial(tables.engines, "peers-avx512"),
     "engines-zen5": partial(tables.engines, "peers-zen5"),
-    "families": lambda: families.table(json.loads(families.RESULTS.read_text(encoding="utf-8"))),
+    "families": families.table,
     "gguf-types": gguf_types,
     "settings": settings,
     "tools": tools,
