@@ -31,11 +31,7 @@ _OPENING = [name for name in options(EngineOptions) if name not in options(Build
 
 
 def read_text(path: Path, expected: str) -> str:
-    """The text of a file that a flag names.
-
-    Raises:
-        RequestError: the file cannot be read or is not UTF-8; says what was ``expected``.
-    """
+    """The text of a file that a flag names."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -111,11 +107,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``Frontend.open``: the flags of :func:`add_engine` that are set.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
+    """Arguments of ``Frontend.open``: the flags of :func:`add_engine` that are set."""
     return flag_values(EngineOptions, arguments, ("model", *_OPENING, *BUILD))
 
 
@@ -142,11 +134,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
-    """Keys of :class:`~specexport.runtime.speculative.Speculative`: :func:`add_speculation`'s flags, and ``extra``.
-
-    Raises:
-        RequestError: flags contradict each other, or a model would be built without the method.
-    """
+    """Keys of :class:`~specexport.runtime.speculative.Speculative`: :func:`add_speculation`'s flags, and ``extra``."""
     keys = flag_values(Speculative, arguments, ("method", "num_speculative_tokens", "hypothesis_entropy"))
     if "method" in keys:
         _require_method(arguments, keys["method"])

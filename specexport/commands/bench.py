@@ -63,9 +63,6 @@ def built_in_tasks(encode: Encode, count: int, tokens: int) -> list[Task]:
 
     There are ``count`` of each, at most eight, with prompts of ``tokens`` tokens; edits also have the beginning of the
     copy.
-
-    Raises:
-        RequestError: Python was installed without its sources.
     """
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     tasks: list[Task] = []
@@ -93,11 +90,7 @@ class Line(msgspec.Struct):
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The objects of a file of JSON lines; empty lines are skipped.
-
-    Raises:
-        RequestError: the file is missing, or a line has no text; names the line.
-    """
+    """The objects of a file of JSON lines; empty lines are skipped."""
     # Not str.splitlines, which also splits at characters that texts in JSON may contain.
     for number, line in enumerate(read_text(path, "a file of JSON lines").split("\n"), start=1):
         if line.strip():
@@ -110,11 +103,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def read_tasks(encode: Encode, files: Sequence[Path], count: int, tokens: int) -> list[Task]:
-    """Tasks from files of JSON lines; see :class:`Line`.
-
-    Raises:
-        RequestError: a file is missing, or a line is invalid; names it.
-    """
+    """Tasks from files of JSON lines; see :class:`Line`."""
     tasks: list[Task] = []
     for path in files:
         for line in read_lines(path):
@@ -204,9 +193,6 @@ def compare(
     """Decodes every task greedily, plainly and with each method in turns, so that drift affects all equally.
 
     Methods use their default trees; ``DEFAULT`` stands for requests that name no method.
-
-    Raises:
-        RequestError: a method is not in the bundle, or a task leaves no room for output.
     """
     manifest = engine.manifest
     methods: dict[str, Method] = {}

@@ -187,11 +187,7 @@ class Session:
         self._stopped = False  # by Ctrl-C; the next Ctrl-C leaves
 
     def run(self) -> None:
-        """Reads messages and answers them until the user leaves.
-
-        Raises:
-            SpecExportError: a message or an answer failed, unless messages are typed.
-        """
+        """Reads messages and answers them until the user leaves."""
         if self._terminal.interactive:
             self._terminal.notice(
                 f"{self._frontend.name}, context of {self._context} tokens. /help lists commands, Ctrl-D leaves."

@@ -55,12 +55,7 @@ def draw_command(command: DrawOptions) -> int:
 
 
 def tree_of(source: Path, method: str | None) -> TokenTree:
-    """The tree of a bundle's method, None for its first; or of a file or a preset.
-
-    Raises:
-        RequestError: the bundle lacks the method or any method, or a method is named without a bundle.
-        SpecExportError: there is no such tree.
-    """
+    """The tree of a bundle's method, None for its first; or of a file or a preset."""
     if source.is_dir():
         return _bundled_tree(read_manifest(source), method)
     if method is not None:

@@ -67,11 +67,7 @@ def add_flags(
 def flag_values(
     kind: type[Options], arguments: argparse.Namespace, names: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """The options that the command line sets, of all or of ``names``.
-
-    Raises:
-        UsageError: a value is out of range; names the flag.
-    """
+    """The options that the command line sets, of all or of ``names``."""
     declared = options(kind)
     chosen = declared.keys() if names is None else declared.keys() & names
     values = {name: getattr(arguments, name) for name in declared if name in chosen and hasattr(arguments, name)}
@@ -81,11 +77,7 @@ def flag_values(
 
 
 def from_flags(kind: type[O], arguments: argparse.Namespace, **others: Any) -> O:
-    """The options that a command line asks for; ``others`` are fields without a flag.
-
-    Raises:
-        UsageError: a value is out of range, or options contradict each other; names the flag.
-    """
+    """The options that a command line asks for; ``others`` are fields without a flag."""
     values = flag_values(kind, arguments, options(kind).keys() - others.keys())
     with _usage():
         return kind(**values, **others)
@@ -196,11 +188,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
 
 @_usage()
 def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
-    """The methods that a command line asks for.
-
-    Raises:
-        UsageError: a flag was given without the flag that it belongs to, or a method's options are wrong.
-    """
+    """The methods that a command line asks for."""
     flags = {flag.name: (name, flag) for name, flag in _flags()}
     last = dict(arguments.methods or ())
     claimed = {other for option in last if option in flags for other in flags[option][1].claims or {}}

@@ -61,11 +61,7 @@ th.right, td.right { text-align: right } td { white-space: pre-line }
 
 
 def check_path(flag: str, path: Path | None) -> None:
-    """Refuses a path that cannot be written, before the report takes hours.
-
-    Raises:
-        RequestError: the path is a folder, or its folder does not exist or cannot be written.
-    """
+    """Refuses a path that cannot be written, before the report takes hours."""
     if path is None:
         return
     parent = path.absolute().parent
@@ -76,11 +72,7 @@ def check_path(flag: str, path: Path | None) -> None:
 
 
 def write(path: Path, title: str, parts: Iterable[Part]) -> None:
-    """Writes a page without scripts or external resources; replaces an existing file.
-
-    Raises:
-        OSError: the file cannot be written; names it.
-    """
+    """Writes a page without scripts or external resources; replaces an existing file."""
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     page = f"""<!doctype html>
 <html lang="en">

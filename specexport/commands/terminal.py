@@ -53,11 +53,7 @@ def read_message(read: Read) -> str:
 
 
 def from_standard_input(read: Callable[[], str]) -> str:
-    """Reads text from standard input.
-
-    Raises:
-        RequestError: the input is not text.
-    """
+    """Reads text from standard input."""
     try:
         text = read()
     except UnicodeDecodeError as error:

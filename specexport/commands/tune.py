@@ -130,12 +130,7 @@ def _tree_command(command: _TreeOptions) -> int:
 
 
 def _tunable(bundle: Path, manifest: Manifest, name: str | None) -> Method:
-    """The method of this name, or the bundle's first if it is None.
-
-    Raises:
-        RequestError: the bundle lacks it, or its tree cannot be chosen.
-        BuildError: the bundle is compiled for its trees.
-    """
+    """The method of this name, or the bundle's first if it is None."""
     if not manifest.methods:
         raise RequestError(f"{bundle}: built without a method; there is no tree to tune")
     method = manifest.methods[0] if name is None else manifest.method(name)
@@ -153,11 +148,7 @@ def _tunable(bundle: Path, manifest: Manifest, name: str | None) -> Method:
 
 
 def _read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int) -> list[list[int]]:
-    """Prompts of at most ``tokens`` tokens: lines of ``.jsonl`` files, and windows of the text of other files.
-
-    Raises:
-        RequestError: a file is missing or not text, or a line has no text; names it.
-    """
+    """Prompts of at most ``tokens`` tokens: lines of ``.jsonl`` files, and windows of the text of other files."""
     limit = min(tokens, engine.manifest.max_seq_len // 2)
     prompts: list[list[int]] = []
     for path in files:

@@ -48,12 +48,7 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Opens the bundle.
-
-        Raises:
-            BundleError: the settings cannot be read.
-            SpecExportError: see ``AsyncEngine.open``.
-        """
+        """Opens the bundle."""
         folder = Path(args["model_repository"]) / args["model_version"]
         try:
             settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
@@ -167,11 +162,7 @@ def _input(request: Any, name: str, default: Any = None) -> Any:
 
 
 def _parameters(request: Any) -> dict[str, Any]:
-    """The sampling parameters of a request. Numbers may be texts, as in the vLLM backend.
-
-    Raises:
-        RequestError: they are not a JSON object, or have a field that completions lack here.
-    """
+    """The sampling parameters of a request. Numbers may be texts, as in the vLLM backend."""
     raw = _input(request, "sampling_parameters", None)
     try:
         parameters = json.loads(request.parameters() if raw is None else raw) or {}
