@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from specexport.commands import report
 from specexport.commands.flags import UsageError, add_flags, flag_values, from_flags, group_of
@@ -19,6 +22,7 @@ from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions
 from specexport.runtime import SamplingParams
 from specexport.runtime.speculative import Speculative
+from specexport.tables import Styled, Table, show
 
 SAMPLING = (
     *("max_tokens", "min_tokens", "stop", "stop_token_ids", "json_schema", "grammar", "skip_special_tokens"),
@@ -80,6 +84,13 @@ class BundleOptions(Options, frozen=True, kw_only=True):
 
     bundle: Annotated[Path, option("BUNDLE", positional=True)]
     json: bool = False
+
+    def show(self, result: Any, *parts: Table | Styled | str) -> None:
+        """Prints a result: as JSON, or else in parts."""
+        if self.json:
+            print(json.dumps(msgspec.to_builtins(result), indent=2))
+        else:
+            show(*parts)
 
 
 class MeasuringOptions(BundleOptions, frozen=True, kw_only=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import sysconfig
 from collections import Counter
@@ -25,7 +24,7 @@ from specexport.runtime import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.request import Completion
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.tables import Table, bytes_text, show
+from specexport.tables import Table, bytes_text
 
 _FILES = ("queue.py", "heapq.py", "shlex.py", "textwrap.py", "sched.py", "fnmatch.py", "bisect.py", "colorsys.py")
 """Files of Python's standard library."""
@@ -288,10 +287,7 @@ def bench_command(command: BenchOptions) -> int:
             rows = compare(engine, names, tasks, command.max_tokens, progress)
         device, manifest = engine.backend.device, engine.manifest
     comparison = table(rows, list(dict.fromkeys(task.workload for task in tasks)))
-    if command.json:
-        print(json.dumps({"bundle": str(command.bundle), "rows": [_as_dict(row) for row in rows]}, indent=2))
-    else:
-        show(comparison)
+    command.show({"bundle": str(command.bundle), "rows": list(map(_as_dict, rows))}, comparison)
     if command.plot is not None:
         speed = _bars("tokens a second over plain decoding's", rows, "speed_up", ("plain", 1.0))
         charts = (report.Figure("Speed-up", speed), report.Figure("Acceptance length", _bars("tokens a step", rows)))

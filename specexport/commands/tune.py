@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import msgspec
 
 from specexport.building import exporter, progress_bars
 from specexport.commands import Command, MeasuringOptions, read_text, report
@@ -28,7 +25,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.machine import cache_folder
 from specexport.runtime.speculation.costs import Cost, CostCurve
 from specexport.runtime.speculation.timing import MOST_NOISE, stored_costs
-from specexport.tables import Styled, Table, show
+from specexport.tables import Styled, Table
 
 if TYPE_CHECKING:
     from specexport.tree_search import TreeCandidate
@@ -113,10 +110,7 @@ def _tree_command(command: _TreeOptions) -> int:
     if not ranked:
         raise RequestError("no candidate was right on this text, so no tree helps; the bundle is unchanged")
     best, table = ranked[0], _table(name, ranked, costs)
-    if command.json:
-        print(json.dumps(_as_dict(name, ranked, costs), indent=2))
-    else:
-        show(table, terminal_tree(best.tree))
+    command.show(_as_dict(name, ranked, costs), table, terminal_tree(best.tree))
     if command.plot is not None:
         parts = (device, table, *_figures(name, ranked, costs), *about(command.bundle, manifest))
         report.write(command.plot, f"tune tree: {command.bundle}", parts)
@@ -237,10 +231,7 @@ def _batch_command(command: _BatchOptions) -> int:
         curve, device = engine.calibrate(command.seconds, progress), engine.backend.device
         manifest = engine.manifest
         kept = stored_costs(manifest, engine.backend, engine.slots).load() == curve
-    if command.json:
-        print(json.dumps(msgspec.to_builtins(curve), indent=2))
-    else:
-        show(device, *tables(curve))
+    command.show(curve, device, *tables(curve))
     if command.plot is not None:
         steps = report.lines("T, tokens a slot", "ms", _by_slots(curve.steps))
         charts = [report.Figure("A step of the target", steps)]
