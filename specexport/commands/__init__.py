@@ -126,7 +126,6 @@ def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> 
     """Declares the flags of sampling.
 
     Args:
-        parser: the command's parser.
         length: the maximum length of outputs in words, if neither the command line nor the model sets it.
         seed: help text of ``--seed``.
     """

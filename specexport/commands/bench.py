@@ -168,7 +168,6 @@ class MethodRow:
     """A method's row in the comparison.
 
     Attributes:
-        training: the parts that have to be trained; None for none.
         memory: bytes in addition to the target and its cache, with a cache for the longest text.
         results: results by workload, for workloads that the method can run.
         chosen: number of steps by the method that proposed, plain steps included.

@@ -51,8 +51,6 @@ def add_flags(
     """Declares a flag for each option, under its heading. Flags that are not given are not in the namespace.
 
     Args:
-        parser: the command's parser.
-        kind: the struct of options.
         names: the options that get a flag; None for all.
         group: heading of all flags, instead of the options' own headings.
         unset: default values in words, by option, if they differ from the struct's.

@@ -117,14 +117,7 @@ def _html(part: Part) -> str:
 
 
 def lines(x_label: str, y_label: str, series: Mapping[str, Points], level: tuple[str, float] | None = None) -> str:
-    """A line chart as SVG; both axes begin at 0.
-
-    Args:
-        x_label: the name and unit of x.
-        y_label: the name and unit of y.
-        series: the points of each line, by name.
-        level: the name and y of a dashed line across the chart, for comparison.
-    """
+    """A line chart as SVG; both axes begin at 0. ``level`` is a dashed line across the chart, for comparison."""
     points = [point for line in series.values() for point in line]
     x_ticks = _ticks(max((x for x, _ in points), default=0), whole=all(float(x).is_integer() for x, _ in points))
     y_ticks = _ticks(max([y for _, y in points] + ([level[1]] if level is not None else []), default=0))
@@ -161,12 +154,9 @@ def lines(x_label: str, y_label: str, series: Mapping[str, Points], level: tuple
 
 
 def bars(label: str, groups: Mapping[str, Mapping[str, float]], level: tuple[str, float] | None = None) -> str:
-    """A bar chart as SVG: bars one below the other, with their names and values.
+    """A bar chart as SVG: the bars of each group one below the other, with their names and values.
 
-    Args:
-        label: the name and unit of the values.
-        groups: values by name in each group; values that are not finite are left out.
-        level: the name and value of a dashed line, for comparison.
+    Values that are not finite are left out. ``level`` is a dashed line, for comparison.
     """
     finite = {
         group: {name: value for name, value in bars.items() if math.isfinite(value)} for group, bars in groups.items()

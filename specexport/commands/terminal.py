@@ -70,7 +70,6 @@ class Terminal:
 
     Attributes:
         interactive: whether messages are typed; otherwise they are lines of a pipe or a file.
-        underlines: whether answers may be underlined.
 
     Args:
         history: file that stores messages for later sessions; None for none.

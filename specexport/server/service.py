@@ -73,7 +73,6 @@ class Service:
     Attributes:
         names: the model's names; answers have the first.
         timeout: maximum number of seconds per request, waiting included; None for no limit.
-        frontend: the engine's frontend.
         created: time at which the server started, in seconds since 1970.
     """
 
