@@ -31,33 +31,12 @@ Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT, _LEFT_MARGIN, _RIGHT_MARGIN, _ROW = 640, 280, 56, 24, 20
 """Pixels: size of a line chart, its left and right margins, and the height of a bar."""
 _COLOURS = 6
+"""Number of colours of lines, in ``assets/chart.css``."""
 
-_CHART_STYLE = """
-.chart { --text: #1f2328; --soft: #59616d; --line: #d5d9df;
-  --s0: #0b5cad; --s1: #b35900; --s2: #00693e; --s3: #9b1c6b; --s4: #5b3fa8; --s5: #a02020 }
-@media (prefers-color-scheme: dark) { .chart { --text: #e6edf3; --soft: #a3adba; --line: #3a424d;
-  --s0: #7cc0ff; --s1: #ffb454; --s2: #5fd7a0; --s3: #ff8ad1; --s4: #bda6ff; --s5: #ff9a9a } }
-.chart text { fill: var(--text); font: 12px system-ui, sans-serif }
-.chart .tick { fill: var(--soft) } .chart .end { text-anchor: end } .chart .middle { text-anchor: middle }
-.chart line { stroke: var(--line) } .chart line.level { stroke: var(--soft); stroke-dasharray: 5 4 }
-.chart polyline { fill: none; stroke-width: 2 }
-""" + "\n".join(f".s{n} {{ stroke: var(--s{n}); fill: var(--s{n}) }}" for n in range(_COLOURS))
 
-_PAGE_STYLE = """
-:root { color-scheme: light dark; --back: #fff; --text: #1f2328; --soft: #59616d; --line: #d5d9df;
-  --green: #00693e; --red: #a02020; --yellow: #8a4b00 }
-@media (prefers-color-scheme: dark) { :root { --back: #14171c; --text: #e6edf3; --soft: #a3adba; --line: #3a424d;
-  --green: #5fd7a0; --red: #ff9a9a; --yellow: #ffb454 } }
-body { margin: 0 auto; max-width: 64rem; padding: 1rem; background: var(--back); color: var(--text);
-  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
-h1 { font-size: 1.4rem; margin: 0 } footer { color: var(--soft); font-size: .85rem }
-div, figure { overflow-x: auto; margin: 1.25rem 0 } figcaption, caption { text-align: left; font-weight: 600 }
-figcaption, caption { padding-bottom: .4rem } figure > svg { max-width: none }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal }
-th, td { padding: .25rem .75rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line) }
-th.right, td.right { text-align: right } td { white-space: pre-line }
-.bold { font-weight: 600 } .green { color: var(--green) } .red { color: var(--red) } .yellow { color: var(--yellow) }
-"""
+def asset(name: str) -> str:
+    """The text of a file in ``assets``."""
+    return Path(__file__).with_name("assets").joinpath(name).read_text(encoding="utf-8")
 
 
 def check_path(flag: str, path: Path | None) -> None:
@@ -74,22 +53,13 @@ def check_path(flag: str, path: Path | None) -> None:
 def write(path: Path, title: str, parts: Iterable[Part]) -> None:
     """Writes a page without scripts or external resources; replaces an existing file."""
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    page = f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{escape(title)}</title>
-<style>{_PAGE_STYLE}</style>
-</head>
-<body>
-<h1>{escape(title)}</h1>
-{chr(10).join(map(_html, parts))}
-<footer>specexport {escape(full_version())}, {date}</footer>
-</body>
-</html>
-"""
+    page = asset("report.html").format(
+        title=escape(title),
+        style=asset("report.css"),
+        parts="\n".join(map(_html, parts)),
+        version=escape(full_version()),
+        date=date,
+    )
     write_file(path, page.encode())
 
 
@@ -188,7 +158,7 @@ def bars(label: str, groups: Mapping[str, Mapping[str, float]], level: tuple[str
 def _svg(height: float, title: str, elements: Sequence[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH} {height:g}" width="{_WIDTH}" '
-        f'role="img"><title>{escape(title)}</title><style>{_CHART_STYLE}</style>'
+        f'role="img"><title>{escape(title)}</title><style>{asset("chart.css")}</style>'
     )
     return "\n".join([head, *elements, "</svg>"])
 
