@@ -7,7 +7,7 @@ replaced; :data:`TABLES` has the functions that write tables.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from gguf import GGML_QUANT_SIZES
 from benchmarks import families, tables
 from specexport.commands.flags import flag
 from specexport.contract import signature, tensors
-from specexport.contract.options import REQUIRED, Option, Options, options
+from specexport.contract.options import REQUIRED, Options, options
 from specexport.contract.tensors import Tensor
 from specexport.exporter.checkpoints.gguf.tensors import KEPT
 from specexport.exporter.checkpoints.settings import SETTINGS
@@ -90,19 +90,17 @@ OPTION_TABLES: dict[str, tuple[type[Options], Collection[str], bool]] = {
 def option_table(name: str) -> str:
     """A table of options in Markdown, from the struct that declares them."""
     kind, names, flags = OPTION_TABLES[name]
-    return "\n".join(_option_rows([option for option in options(kind).values() if option.name in names], flags))
-
-
-def _option_rows(shown: list[Option], flags: bool) -> Iterator[str]:
-    yield f"| {'flag' if flags else 'option'} | values | default | |"
-    yield "|---|---|---|---|"
-    for option in shown:
-        negated = flags and option.default is True
-        words = option.about.get("off", option.help) if negated else option.help
-        unset = negated or option.default is REQUIRED or (flags and option.default is False)
-        default = "" if unset else option.default_text or str(option.default)
-        values = "" if option.kind is bool and flags else option.expected
-        yield f"| `{flag(option) if flags else option.name}` | {values} | {default} | {words} |".replace("  ", " ")
+    rows = [f"| {'flag' if flags else 'option'} | values | default | |", "|---|---|---|---|"]
+    for option in options(kind).values():
+        if option.name in names:
+            negated = flags and option.default is True
+            words = option.about.get("off", option.help) if negated else option.help
+            unset = negated or option.default is REQUIRED or (flags and option.default is False)
+            default = "" if unset else option.default_text or str(option.default)
+            values = "" if option.kind is bool and flags else option.expected
+            shown = flag(option) if flags else option.name
+            rows.append(f"| `{shown}` | {values} | {default} | {words} |".replace("  ", " "))
+    return "\n".join(rows)
 
 
 _STEP = signature.step_signature((), "H")
