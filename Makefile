@@ -60,7 +60,7 @@ fuzz: $(VENV)/.dev
 # OpenAI's current clients against a server, and the table in docs/serving.md.
 clients: $(VENV)/.dev
 	$(BIN)/python -m tests.make_bundles build/test-bundles llama-near
-	$(BIN)/python scripts/clients.py build/test-bundles/llama-near --record tests/client_requests.json
+	$(BIN)/python -m benchmarks clients build/test-bundles/llama-near --record tests/client_requests.json
 	$(BIN)/python -m scripts.docs
 
 # The server on a Ray of two replicas: one is killed, the bundle is exchanged, replicas come and go.
@@ -94,7 +94,7 @@ compat: $(VENV)/.dev
 
 # The runtime's tests and greedy texts on emulated 64-bit ARM; on Debian, a quarter of an hour.
 aarch64: $(VENV)/.dev
-	PYTHONPATH=. $(BIN)/python scripts/aarch64.py
+	$(BIN)/python -m benchmarks aarch64
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks decode

@@ -1,7 +1,7 @@
 """``python -m benchmarks COMMAND``.
 
-All use the models of ``benchmarks.inflate``, except ``exactness``, ``gpu-host``, ``losslessness``, ``precision``,
-``real`` and ``real-size``.
+All use the models of ``benchmarks.inflate``, except ``aarch64``, ``clients``, ``exactness``, ``families``,
+``gpu-host``, ``losslessness``, ``precision``, ``real`` and ``real-size``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import sys
 from typing import Any
 
 COMMANDS = (
+    "aarch64",
     "auto",
+    "clients",
     "decode",
     "exactness",
+    "families",
     "gpu-host",
     "kernels",
     "losslessness",

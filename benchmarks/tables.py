@@ -156,6 +156,16 @@ def real_models_chart() -> str:
     return "\n".join([head, *lines, "</svg>"]) + "\n"
 
 
+def clients() -> str:
+    """The checks of OpenAI's clients."""
+    rows = [
+        (client, result["version"], check, outcome)
+        for client, result in load("clients").items()
+        for check, outcome in result["checks"].items()
+    ]
+    return markdown(("client", "version", "check", ""), rows)
+
+
 def precision(results: Any = None) -> str:
     """The effect of rounding on models.
 

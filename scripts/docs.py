@@ -6,19 +6,17 @@ replaced; :data:`TABLES` has the functions that write tables.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 
 from gguf import GGML_QUANT_SIZES
 
-from benchmarks import tables
-from scripts import clients, families
+from benchmarks import families, tables
 from specexport.commands.flags import flag
 from specexport.contract import signature, tensors
-from specexport.contract.options import REQUIRED, Option, Options, options
+from specexport.contract.options import REQUIRED, Options, options
 from specexport.contract.tensors import Tensor
 from specexport.exporter.checkpoints.gguf.tensors import KEPT
 from specexport.exporter.checkpoints.settings import SETTINGS
@@ -74,13 +72,6 @@ def tools() -> str:
     return tables.markdown(("family", "a call", "`auto`", "`required`, a named tool"), rows)
 
 
-def client_checks() -> str:
-    """The checks of OpenAI's clients in the last run of scripts/clients.py."""
-    checks = json.loads(clients.RESULTS.read_text(encoding="utf-8"))
-    rows = [(check["client"], check["version"], check["check"], check["result"]) for check in checks]
-    return tables.markdown(("client", "version", "check", ""), rows)
-
-
 def _names(kind: type[Options], without: Collection[str] = ()) -> list[str]:
     return [name for name in options(kind) if name not in without]
 
@@ -99,19 +90,17 @@ OPTION_TABLES: dict[str, tuple[type[Options], Collection[str], bool]] = {
 def option_table(name: str) -> str:
     """A table of options in Markdown, from the struct that declares them."""
     kind, names, flags = OPTION_TABLES[name]
-    return "\n".join(_option_rows([option for option in options(kind).values() if option.name in names], flags))
-
-
-def _option_rows(shown: list[Option], flags: bool) -> Iterator[str]:
-    yield f"| {'flag' if flags else 'option'} | values | default | |"
-    yield "|---|---|---|---|"
-    for option in shown:
-        negated = flags and option.default is True
-        words = option.about.get("off", option.help) if negated else option.help
-        unset = negated or option.default is REQUIRED or (flags and option.default is False)
-        default = "" if unset else option.default_text or str(option.default)
-        values = "" if option.kind is bool and flags else option.expected
-        yield f"| `{flag(option) if flags else option.name}` | {values} | {default} | {words} |".replace("  ", " ")
+    rows = [f"| {'flag' if flags else 'option'} | values | default | |", "|---|---|---|---|"]
+    for option in options(kind).values():
+        if option.name in names:
+            negated = flags and option.default is True
+            words = option.about.get("off", option.help) if negated else option.help
+            unset = negated or option.default is REQUIRED or (flags and option.default is False)
+            default = "" if unset else option.default_text or str(option.default)
+            values = "" if option.kind is bool and flags else option.expected
+            shown = flag(option) if flags else option.name
+            rows.append(f"| `{shown}` | {values} | {default} | {words} |".replace("  ", " "))
+    return "\n".join(rows)
 
 
 _STEP = signature.step_signature((), "H")
@@ -168,7 +157,7 @@ def tensor_table(name: str) -> str:
 
 
 _RESULTS = (
-    *("auto", "batches", "bench", "decode-costs", "decode-speed", "engines", "lookup", "losslessness"),
+    *("auto", "batches", "bench", "clients", "decode-costs", "decode-speed", "engines", "lookup", "losslessness"),
     *("machines", "methods", "precision", "real-models", "real-sizes", "serve", "soak", "split-targets"),
     *("opening", "prompts", "verify-costs", "gpu-checks", "gpu-engines", "gpu-steps"),
 )
@@ -176,10 +165,9 @@ _RESULTS = (
 TABLES: dict[str, Callable[[], str]] = {
     **{name: getattr(tables, name.replace("-", "_")) for name in _RESULTS},
     "auto-avx512": partial(tables.auto, "auto-avx512"),
-    "clients": client_checks,
     "engines-avx512": partial(tables.engines, "peers-avx512"),
     "engines-zen5": partial(tables.engines, "peers-zen5"),
-    "families": lambda: families.table(json.loads(families.RESULTS.read_text(encoding="utf-8"))),
+    "families": families.table,
     "gguf-types": gguf_types,
     "settings": settings,
     "tools": tools,

@@ -271,14 +271,8 @@ def bundle_of_model(
     """The folder of a model's bundle in the cache; see :func:`cached_bundle`.
 
     Args:
-        options: the options of the engine, which name the model.
-        methods: the methods to build for.
         build: settings of the build, as far as the caller set them.
         chat: refuse to build a model without a chat template.
-
-    Raises:
-        BuildError: the build fails.
-        RequestError: there is no chat template.
     """
     require_effect(build, methods)
     identity = {name: str(value) if isinstance(value, Path) else value for name, value in build.items()}

@@ -43,7 +43,6 @@ class Table:
         title: the line above the table; empty for none.
         columns: the header; empty for none.
         align: l or r for each column; the last letter applies to all further columns.
-        rows: the cells of each row.
     """
 
     title: str = ""

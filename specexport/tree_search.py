@@ -38,9 +38,7 @@ class Observed:
 
     Attributes:
         paths: number of times that the target followed each path of ranks from the root.
-        steps: number of steps.
         stats: sums of the requests' counters and times.
-        depth: depth of the proposals.
     """
 
     paths: Counter[RankPath]
@@ -59,7 +57,6 @@ class TreeCandidate:
 
     Attributes:
         tokens: number of tokens that a step commits, the bonus token included.
-        seconds: time of a step.
         speed_up: tokens per second over plain decoding's.
     """
 

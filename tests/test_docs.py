@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import json
 import re
 import shlex
 from importlib.metadata import entry_points
@@ -13,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.families import HELP, TITLES, families
+from benchmarks.tables import load
 from scripts.docs import PAGES, ROOT, TABLES, current
-from scripts.families import HELP, RESULTS, TITLES, families
 from specexport.cli import parser
 from specexport.contract.manifest import FORMAT_VERSION
 from specexport.contract.options import options
@@ -24,7 +24,7 @@ from tests.test_families import REFUSED
 
 pytestmark = pytest.mark.exporter
 
-FAMILIES: dict[str, dict[str, str]] = json.loads(RESULTS.read_text(encoding="utf-8"))
+FAMILIES: dict[str, dict[str, str]] = load("families")
 NUMBERS = {11: "eleven", 12: "twelve", 13: "thirteen", 14: "fourteen", 15: "fifteen"}
 REFUSED_FAMILIES = {name for name, checks in FAMILIES.items() if "refused" in checks}
 

@@ -139,7 +139,10 @@ def test_package_contents(source: Path, built: tuple[Path, Path]) -> None:
     inside = {name for name in tracked if name.startswith("specexport/")} - set(links)
     kernels = {name for name in inside if name.startswith("specexport/kernels/")}
     code = {name for name in inside - kernels if name.endswith(".py")}
-    folders = ("specexport/server/assets/", "specexport/exporter/texts/", "specexport/contract/trees.json")
+    folders = (
+        *("specexport/commands/assets/", "specexport/server/assets/"),
+        *("specexport/exporter/texts/", "specexport/contract/trees.json"),
+    )
     assets = {name for name in inside if name.startswith(folders)}
     assert {"specexport/server/assets/index.html", "specexport/exporter/texts/calibration.txt"} <= assets
     assert {"specexport/runtime/engine.py", "specexport/exporter/build.py"} <= code

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from specexport.commands import report
 from specexport.commands.flags import UsageError, add_flags, flag_values, from_flags, group_of
@@ -19,6 +22,7 @@ from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions
 from specexport.runtime import SamplingParams
 from specexport.runtime.speculative import Speculative
+from specexport.tables import Styled, Table, show
 
 SAMPLING = (
     *("max_tokens", "min_tokens", "stop", "stop_token_ids", "json_schema", "grammar", "skip_special_tokens"),
@@ -31,11 +35,7 @@ _OPENING = [name for name in options(EngineOptions) if name not in options(Build
 
 
 def read_text(path: Path, expected: str) -> str:
-    """The text of a file that a flag names.
-
-    Raises:
-        RequestError: the file cannot be read or is not UTF-8; says what was ``expected``.
-    """
+    """The text of a file that a flag names."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -85,6 +85,13 @@ class BundleOptions(Options, frozen=True, kw_only=True):
     bundle: Annotated[Path, option("BUNDLE", positional=True)]
     json: bool = False
 
+    def show(self, result: Any, *parts: Table | Styled | str) -> None:
+        """Prints a result: as JSON, or else in parts."""
+        if self.json:
+            print(json.dumps(msgspec.to_builtins(result), indent=2))
+        else:
+            show(*parts)
+
 
 class MeasuringOptions(BundleOptions, frozen=True, kw_only=True):
     """Options of commands that measure a bundle.
@@ -111,11 +118,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``Frontend.open``: the flags of :func:`add_engine` that are set.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
+    """Arguments of ``Frontend.open``: the flags of :func:`add_engine` that are set."""
     return flag_values(EngineOptions, arguments, ("model", *_OPENING, *BUILD))
 
 
@@ -123,7 +126,6 @@ def add_sampling(parser: argparse.ArgumentParser, *, length: str, seed: str) -> 
     """Declares the flags of sampling.
 
     Args:
-        parser: the command's parser.
         length: the maximum length of outputs in words, if neither the command line nor the model sets it.
         seed: help text of ``--seed``.
     """
@@ -142,11 +144,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def speculation(arguments: argparse.Namespace, **extra: Any) -> dict[str, Any]:
-    """Keys of :class:`~specexport.runtime.speculative.Speculative`: :func:`add_speculation`'s flags, and ``extra``.
-
-    Raises:
-        RequestError: flags contradict each other, or a model would be built without the method.
-    """
+    """Keys of :class:`~specexport.runtime.speculative.Speculative`: :func:`add_speculation`'s flags, and ``extra``."""
     keys = flag_values(Speculative, arguments, ("method", "num_speculative_tokens", "hypothesis_entropy"))
     if "method" in keys:
         _require_method(arguments, keys["method"])

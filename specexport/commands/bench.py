@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import sysconfig
 from collections import Counter
@@ -25,7 +24,7 @@ from specexport.runtime import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.request import Completion
 from specexport.runtime.speculative import PLAIN, Speculative
-from specexport.tables import Table, bytes_text, show
+from specexport.tables import Table, bytes_text
 
 _FILES = ("queue.py", "heapq.py", "shlex.py", "textwrap.py", "sched.py", "fnmatch.py", "bisect.py", "colorsys.py")
 """Files of Python's standard library."""
@@ -63,9 +62,6 @@ def built_in_tasks(encode: Encode, count: int, tokens: int) -> list[Task]:
 
     There are ``count`` of each, at most eight, with prompts of ``tokens`` tokens; edits also have the beginning of the
     copy.
-
-    Raises:
-        RequestError: Python was installed without its sources.
     """
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     tasks: list[Task] = []
@@ -93,11 +89,7 @@ class Line(msgspec.Struct):
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The objects of a file of JSON lines; empty lines are skipped.
-
-    Raises:
-        RequestError: the file is missing, or a line has no text; names the line.
-    """
+    """The objects of a file of JSON lines; empty lines are skipped."""
     # Not str.splitlines, which also splits at characters that texts in JSON may contain.
     for number, line in enumerate(read_text(path, "a file of JSON lines").split("\n"), start=1):
         if line.strip():
@@ -110,11 +102,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def read_tasks(encode: Encode, files: Sequence[Path], count: int, tokens: int) -> list[Task]:
-    """Tasks from files of JSON lines; see :class:`Line`.
-
-    Raises:
-        RequestError: a file is missing, or a line is invalid; names it.
-    """
+    """Tasks from files of JSON lines; see :class:`Line`."""
     tasks: list[Task] = []
     for path in files:
         for line in read_lines(path):
@@ -180,7 +168,6 @@ class MethodRow:
     """A method's row in the comparison.
 
     Attributes:
-        training: the parts that have to be trained; None for none.
         memory: bytes in addition to the target and its cache, with a cache for the longest text.
         results: results by workload, for workloads that the method can run.
         chosen: number of steps by the method that proposed, plain steps included.
@@ -204,9 +191,6 @@ def compare(
     """Decodes every task greedily, plainly and with each method in turns, so that drift affects all equally.
 
     Methods use their default trees; ``DEFAULT`` stands for requests that name no method.
-
-    Raises:
-        RequestError: a method is not in the bundle, or a task leaves no room for output.
     """
     manifest = engine.manifest
     methods: dict[str, Method] = {}
@@ -302,10 +286,7 @@ def bench_command(command: BenchOptions) -> int:
             rows = compare(engine, names, tasks, command.max_tokens, progress)
         device, manifest = engine.backend.device, engine.manifest
     comparison = table(rows, list(dict.fromkeys(task.workload for task in tasks)))
-    if command.json:
-        print(json.dumps({"bundle": str(command.bundle), "rows": [_as_dict(row) for row in rows]}, indent=2))
-    else:
-        show(comparison)
+    command.show({"bundle": str(command.bundle), "rows": list(map(_as_dict, rows))}, comparison)
     if command.plot is not None:
         speed = _bars("tokens a second over plain decoding's", rows, "speed_up", ("plain", 1.0))
         charts = (report.Figure("Speed-up", speed), report.Figure("Acceptance length", _bars("tokens a step", rows)))

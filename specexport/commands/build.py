@@ -8,8 +8,6 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from specexport.building import exporter, needs_extra, progress_bars, warn_of_settings
 from specexport.commands import BundleOptions, Command
 from specexport.commands.flags import (
@@ -112,10 +110,7 @@ def compile_command(arguments: argparse.Namespace) -> int:
         from specexport.exporter.engines.bundle import compile_bundle
     with progress_bars() as progress:
         report = compile_bundle(command.bundle, from_flags(CompileOptions, arguments), progress)
-    if command.json:
-        print(json.dumps(msgspec.to_builtins(report), indent=2))
-    else:
-        show(render(report))
+    command.show(report, render(report))
     return 0
 
 

@@ -42,12 +42,7 @@ class Conversation:
 
     Attributes:
         speculative: how to speculate; None for the frontend's default.
-        system: the system prompt; empty for none.
-        turns: the questions and answers.
         unread: number of first turns that the model no longer reads.
-
-    Raises:
-        RequestError: the model has no chat template, or it refuses the system prompt.
     """
 
     frontend: Frontend
@@ -65,11 +60,7 @@ class Conversation:
         return self._messages(0)
 
     def instruct(self, system: str) -> None:
-        """Sets the system prompt of the following answers.
-
-        Raises:
-            RequestError: the chat template refuses it.
-        """
+        """Sets the system prompt of the following answers, unless the chat template refuses it."""
         before, self.system = self.system, system
         try:
             self.frontend.chat_tokens(self._messages(len(self.turns), "?"))
@@ -83,12 +74,7 @@ class Conversation:
         self.unread = 0
 
     def stream(self, question: str) -> Stream:
-        """Streams the answer to a question; :meth:`add` appends both as a turn.
-
-        Raises:
-            ContextLengthError: the question alone overfills the context.
-            RequestError: the chat template refuses it, or a parameter cannot be honoured.
-        """
+        """Streams the answer to a question; :meth:`add` appends both as a turn."""
         prompt, unread = self._prompt(question)
         (stream,) = self.frontend.streams(prompt, self.params, self.speculative)
         self.unread = unread
@@ -187,11 +173,7 @@ class Session:
         self._stopped = False  # by Ctrl-C; the next Ctrl-C leaves
 
     def run(self) -> None:
-        """Reads messages and answers them until the user leaves.
-
-        Raises:
-            SpecExportError: a message or an answer failed, unless messages are typed.
-        """
+        """Reads messages and answers them until the user leaves."""
         if self._terminal.interactive:
             self._terminal.notice(
                 f"{self._frontend.name}, context of {self._context} tokens. /help lists commands, Ctrl-D leaves."

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+from specexport.commands import report
 from specexport.commands.flags import UsageError
 from specexport.contract.errors import RequestError
 from specexport.contract.folders import write_file
@@ -18,14 +19,6 @@ from specexport.runtime.speculative import available_methods
 
 _STEP, _ROW, _RADIUS = 72, 30, 12
 """Pixels between depths, between leaves, and of a node."""
-_STYLE = """
-.tree { color-scheme: light dark; --line: #8a8f98; --text: #1f2328; --node: #ffffff; --first: #cfe3ff; }
-@media (prefers-color-scheme: dark) { .tree { --line: #768390; --text: #e6edf3; --node: #22272e; --first: #1f4a7d; } }
-.tree path { fill: none; stroke: var(--line); stroke-width: 1.5 }
-.tree circle { fill: var(--node); stroke: var(--line); stroke-width: 1.5 }
-.tree circle.first { fill: var(--first) }
-.tree text { fill: var(--text); font: 11px sans-serif; text-anchor: middle; dominant-baseline: central }
-"""
 
 
 class DrawOptions(Options, frozen=True, kw_only=True):
@@ -55,12 +48,7 @@ def draw_command(command: DrawOptions) -> int:
 
 
 def tree_of(source: Path, method: str | None) -> TokenTree:
-    """The tree of a bundle's method, None for its first; or of a file or a preset.
-
-    Raises:
-        RequestError: the bundle lacks the method or any method, or a method is named without a bundle.
-        SpecExportError: there is no such tree.
-    """
+    """The tree of a bundle's method, None for its first; or of a file or a preset."""
     if source.is_dir():
         return _bundled_tree(read_manifest(source), method)
     if method is not None:
@@ -123,5 +111,7 @@ def svg(tree: TokenTree) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" viewBox="0 0 {width} {height:g}" width="{width}" '
         'role="img">'
     )
-    title = f"<title>A token tree of {len(tree)} nodes, depth {tree.depth}</title><style>{_STYLE}</style>"
+    title = (
+        f"<title>A token tree of {len(tree)} nodes, depth {tree.depth}</title><style>{report.asset('tree.css')}</style>"
+    )
     return "\n".join([head, title, *lines, *nodes, "</svg>", ""])

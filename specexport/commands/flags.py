@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ from specexport.contract.methods import (
     parse_method,
     read_method,
 )
-from specexport.contract.options import REQUIRED, Option, Options, checked, dashed, options
+from specexport.contract.options import REQUIRED, Option, Options, checked, dashed, option, options
 
 O = TypeVar("O", bound=Options)
 _Values = list[tuple[str, Any]]
@@ -51,27 +51,21 @@ def add_flags(
     """Declares a flag for each option, under its heading. Flags that are not given are not in the namespace.
 
     Args:
-        parser: the command's parser.
-        kind: the struct of options.
         names: the options that get a flag; None for all.
         group: heading of all flags, instead of the options' own headings.
         unset: default values in words, by option, if they differ from the struct's.
         help: help texts by option, if they differ from the struct's; they may state a default.
     """
-    for name, option in options(kind).items():
-        if (names is None or name in names) and not option.about.get("hidden"):
-            text = (unset or {}).get(name, option.default_text)
-            _add(group_of(parser, group or option.about.get("group")), option, help.get(name, option.help), text)
+    for name, declared in options(kind).items():
+        if (names is None or name in names) and not declared.about.get("hidden"):
+            text = (unset or {}).get(name, declared.default_text)
+            _add(group_of(parser, group or declared.about.get("group")), declared, help.get(name, declared.help), text)
 
 
 def flag_values(
     kind: type[Options], arguments: argparse.Namespace, names: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """The options that the command line sets, of all or of ``names``.
-
-    Raises:
-        UsageError: a value is out of range; names the flag.
-    """
+    """The options that the command line sets, of all or of ``names``."""
     declared = options(kind)
     chosen = declared.keys() if names is None else declared.keys() & names
     values = {name: getattr(arguments, name) for name in declared if name in chosen and hasattr(arguments, name)}
@@ -81,11 +75,7 @@ def flag_values(
 
 
 def from_flags(kind: type[O], arguments: argparse.Namespace, **others: Any) -> O:
-    """The options that a command line asks for; ``others`` are fields without a flag.
-
-    Raises:
-        UsageError: a value is out of range, or options contradict each other; names the flag.
-    """
+    """The options that a command line asks for; ``others`` are fields without a flag."""
     values = flag_values(kind, arguments, options(kind).keys() - others.keys())
     with _usage():
         return kind(**values, **others)
@@ -157,9 +147,31 @@ def _flags() -> list[tuple[str, Flag]]:
     return [(name, flag) for name in known() if (flag := options_type(method_type(name)).flag) is not None]
 
 
-def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Declares ``--method``, its short forms and their common flags; returns their group."""
-    group = parser.add_argument_group("methods", "the first is the default; requests may choose others by name")
+def _draft_tokens(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, or several separated by commas") from None
+
+
+class _CommonOptions(Options, frozen=True, kw_only=True):
+    """Options that the methods share.
+
+    Attributes:
+        num_speculative_tokens: draft tokens per step of methods without their own number, as a chain or the best tree
+            of that size; the first of several is the default (default: the method's own).
+        tree: token tree for methods that fill any tree: a JSON file or the name of a preset; the first is the default
+            (default: the method's own).
+    """
+
+    num_speculative_tokens: Annotated[tuple[int, ...], option("K[,K...]", parse=_draft_tokens)] = ()
+    tree: Annotated[tuple[str, ...], option("FILE_OR_PRESET", repeat=True)] = ()
+
+
+def add_method_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares ``--method``, its short forms and their common flags."""
+    heading = "methods: the first is the default; requests may choose others by name"
+    group = group_of(parser, heading)
     group.add_argument(
         "--method",
         action=_AppendInOrder,
@@ -169,38 +181,18 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         "short forms (default: none; draft tokens are then looked up in the text)",
     )
     for _, flag in _flags():
+        how: dict[str, Any] = {"metavar": flag.metavar}
         if flag.key is None:
-            group.add_argument(flag.name, action=_AppendInOrder, dest="methods", nargs=0, const=True, help=flag.help)
-        else:
-            optional: dict[str, Any] = {"nargs": "?", "const": flag.const} if flag.const is not None else {}
-            group.add_argument(
-                flag.name, action=_AppendInOrder, dest="methods", metavar=flag.metavar, help=flag.help, **optional
-            )
-    group.add_argument(
-        "--num-speculative-tokens",
-        type=_draft_tokens,
-        metavar="K[,K...]",
-        help="draft tokens per step of methods without their own number, as a chain or the best tree of that size; the "
-        "first of several is the default (default: the method's own)",
-    )
-    group.add_argument(
-        "--tree",
-        action="append",
-        default=[],
-        metavar="FILE_OR_PRESET",
-        help="token tree for methods that fill any tree: a JSON file or the name of a preset; repeatable, the first is "
-        "the default (default: the method's own)",
-    )
-    return group
+            how = {"nargs": 0, "const": True}
+        elif flag.const is not None:
+            how |= {"nargs": "?", "const": flag.const}
+        group.add_argument(flag.name, action=_AppendInOrder, dest="methods", help=flag.help, **how)
+    add_flags(parser, _CommonOptions, group=heading)
 
 
 @_usage()
 def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
-    """The methods that a command line asks for.
-
-    Raises:
-        UsageError: a flag was given without the flag that it belongs to, or a method's options are wrong.
-    """
+    """The methods that a command line asks for."""
     flags = {flag.name: (name, flag) for name, flag in _flags()}
     last = dict(arguments.methods or ())
     claimed = {other for option in last if option in flags for other in flags[option][1].claims or {}}
@@ -212,10 +204,10 @@ def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
             f"--method {repeated}: it was given twice; give all its keys at once, {repeated}:key=value,..."
         )
     methods: dict[str, MethodOptions] = {}
-    for option, value in values:
-        method = parse_method(value) if option == "--method" else _short_form(*flags[option], value, last)
+    for name, value in values:
+        method = parse_method(value) if name == "--method" else _short_form(*flags[name], value, last)
         methods[method.name] = method
-    return _with_common_options(list(methods.values()), arguments.num_speculative_tokens, arguments.tree)
+    return _with_common_options(list(methods.values()), from_flags(_CommonOptions, arguments))
 
 
 def _short_form(name: str, flag: Flag, value: Any, values: Mapping[str, Any]) -> MethodOptions:
@@ -228,43 +220,29 @@ def _short_form(name: str, flag: Flag, value: Any, values: Mapping[str, Any]) ->
     return read_method(mapping, flag.name, strict=False)
 
 
-def _with_common_options(
-    methods: Sequence[MethodOptions], sizes: tuple[int, ...] | None, trees: Sequence[str]
-) -> tuple[MethodOptions, ...]:
-    """The methods with ``--num-speculative-tokens`` and ``--tree``."""
+def _with_common_options(methods: Sequence[MethodOptions], common: _CommonOptions) -> tuple[MethodOptions, ...]:
+    """The methods with the options that they share."""
+    sizes, trees = common.num_speculative_tokens, common.tree
+    kinds, names = [method_type(method.name) for method in methods], ", ".join(method.name for method in methods)
+    widest = max((kind.branching for kind in kinds), default=0)
     if (sizes or trees) and not methods:
         flag = "--num-speculative-tokens" if sizes else "--tree"
         raise BuildError(f"{flag} was given without a method; nothing would propose those tokens")
-    if sizes and all(method_type(method.name).own_widths for method in methods):
+    if sizes and all(kind.own_widths for kind in kinds):
         raise BuildError(
-            "--num-speculative-tokens was given, but the methods set it by options of their own "
-            f"({', '.join(m.name for m in methods)})"
+            f"--num-speculative-tokens was given, but the methods set it by options of their own ({names})"
         )
-    complete: list[MethodOptions] = []
-    widest = max((method_type(method.name).branching for method in methods), default=0)
     if trees and not widest:
-        raise BuildError(f"--tree was given, but no method proposes trees ({', '.join(m.name for m in methods)})")
-    for method in methods:
-        mapping: dict[str, Any] = {}
-        if sizes and not method.sizes and not method_type(method.name).own_widths:
-            mapping["num_speculative_tokens"] = sizes if len(sizes) > 1 else sizes[0]
-        if trees and method_type(method.name).branching == widest and not method.trees:
-            mapping["trees"] = list(trees)
-        complete.append(_with_keys(method, mapping))
+        raise BuildError(f"--tree was given, but no method proposes trees ({names})")
+    complete: list[MethodOptions] = []
+    for method, kind in zip(methods, kinds, strict=True):
+        keys: dict[str, Any] = {"method": method.name, **msgspec.structs.asdict(method)}
+        flags = []
+        if sizes and not method.sizes and not kind.own_widths:
+            keys["num_speculative_tokens"] = sizes if len(sizes) > 1 else sizes[0]
+            flags.append("--num-speculative-tokens")
+        if trees and kind.branching == widest and not method.trees:
+            keys["trees"] = list(trees)
+            flags.append("--tree")
+        complete.append(read_method(keys, " ".join(flags)) if flags else method)
     return tuple(complete)
-
-
-def _with_keys(method: MethodOptions, keys: dict[str, Any]) -> MethodOptions:
-    """The method with the values of flags for several methods."""
-    if not keys:
-        return method
-    flags = {"num_speculative_tokens": "--num-speculative-tokens", "trees": "--tree"}
-    where = " ".join(flag for key, flag in flags.items() if key in keys)
-    return read_method({"method": method.name, **msgspec.structs.asdict(method), **keys}, where)
-
-
-def _draft_tokens(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, or several separated by commas") from None

@@ -240,10 +240,7 @@ def verify_command(command: VerifyOptions) -> int:
             max_tokens=command.max_tokens,
             progress=progress,
         )
-    if command.json:
-        print(json.dumps(result.as_dict(), indent=2))
-    else:
-        show(*render(result))
+    command.show(result.as_dict(), *render(result))
     if command.report is not None:
         parts: list[report.Part] = [*render(result), numbers(result)]
         agreement = {c.name: c.numbers["agreement"] for c in result.checks if "agreement" in c.numbers}

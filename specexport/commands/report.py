@@ -31,41 +31,16 @@ Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT, _LEFT_MARGIN, _RIGHT_MARGIN, _ROW = 640, 280, 56, 24, 20
 """Pixels: size of a line chart, its left and right margins, and the height of a bar."""
 _COLOURS = 6
+"""Number of colours of lines, in ``assets/chart.css``."""
 
-_CHART_STYLE = """
-.chart { --text: #1f2328; --soft: #59616d; --line: #d5d9df;
-  --s0: #0b5cad; --s1: #b35900; --s2: #00693e; --s3: #9b1c6b; --s4: #5b3fa8; --s5: #a02020 }
-@media (prefers-color-scheme: dark) { .chart { --text: #e6edf3; --soft: #a3adba; --line: #3a424d;
-  --s0: #7cc0ff; --s1: #ffb454; --s2: #5fd7a0; --s3: #ff8ad1; --s4: #bda6ff; --s5: #ff9a9a } }
-.chart text { fill: var(--text); font: 12px system-ui, sans-serif }
-.chart .tick { fill: var(--soft) } .chart .end { text-anchor: end } .chart .middle { text-anchor: middle }
-.chart line { stroke: var(--line) } .chart line.level { stroke: var(--soft); stroke-dasharray: 5 4 }
-.chart polyline { fill: none; stroke-width: 2 }
-""" + "\n".join(f".s{n} {{ stroke: var(--s{n}); fill: var(--s{n}) }}" for n in range(_COLOURS))
 
-_PAGE_STYLE = """
-:root { color-scheme: light dark; --back: #fff; --text: #1f2328; --soft: #59616d; --line: #d5d9df;
-  --green: #00693e; --red: #a02020; --yellow: #8a4b00 }
-@media (prefers-color-scheme: dark) { :root { --back: #14171c; --text: #e6edf3; --soft: #a3adba; --line: #3a424d;
-  --green: #5fd7a0; --red: #ff9a9a; --yellow: #ffb454 } }
-body { margin: 0 auto; max-width: 64rem; padding: 1rem; background: var(--back); color: var(--text);
-  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
-h1 { font-size: 1.4rem; margin: 0 } footer { color: var(--soft); font-size: .85rem }
-div, figure { overflow-x: auto; margin: 1.25rem 0 } figcaption, caption { text-align: left; font-weight: 600 }
-figcaption, caption { padding-bottom: .4rem } figure > svg { max-width: none }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal }
-th, td { padding: .25rem .75rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line) }
-th.right, td.right { text-align: right } td { white-space: pre-line }
-.bold { font-weight: 600 } .green { color: var(--green) } .red { color: var(--red) } .yellow { color: var(--yellow) }
-"""
+def asset(name: str) -> str:
+    """The text of a file in ``assets``."""
+    return Path(__file__).with_name("assets").joinpath(name).read_text(encoding="utf-8")
 
 
 def check_path(flag: str, path: Path | None) -> None:
-    """Refuses a path that cannot be written, before the report takes hours.
-
-    Raises:
-        RequestError: the path is a folder, or its folder does not exist or cannot be written.
-    """
+    """Refuses a path that cannot be written, before the report takes hours."""
     if path is None:
         return
     parent = path.absolute().parent
@@ -76,28 +51,15 @@ def check_path(flag: str, path: Path | None) -> None:
 
 
 def write(path: Path, title: str, parts: Iterable[Part]) -> None:
-    """Writes a page without scripts or external resources; replaces an existing file.
-
-    Raises:
-        OSError: the file cannot be written; names it.
-    """
+    """Writes a page without scripts or external resources; replaces an existing file."""
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    page = f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{escape(title)}</title>
-<style>{_PAGE_STYLE}</style>
-</head>
-<body>
-<h1>{escape(title)}</h1>
-{chr(10).join(map(_html, parts))}
-<footer>specexport {escape(full_version())}, {date}</footer>
-</body>
-</html>
-"""
+    page = asset("report.html").format(
+        title=escape(title),
+        style=asset("report.css"),
+        parts="\n".join(map(_html, parts)),
+        version=escape(full_version()),
+        date=date,
+    )
     write_file(path, page.encode())
 
 
@@ -125,14 +87,7 @@ def _html(part: Part) -> str:
 
 
 def lines(x_label: str, y_label: str, series: Mapping[str, Points], level: tuple[str, float] | None = None) -> str:
-    """A line chart as SVG; both axes begin at 0.
-
-    Args:
-        x_label: the name and unit of x.
-        y_label: the name and unit of y.
-        series: the points of each line, by name.
-        level: the name and y of a dashed line across the chart, for comparison.
-    """
+    """A line chart as SVG; both axes begin at 0. ``level`` is a dashed line across the chart, for comparison."""
     points = [point for line in series.values() for point in line]
     x_ticks = _ticks(max((x for x, _ in points), default=0), whole=all(float(x).is_integer() for x, _ in points))
     y_ticks = _ticks(max([y for _, y in points] + ([level[1]] if level is not None else []), default=0))
@@ -169,12 +124,9 @@ def lines(x_label: str, y_label: str, series: Mapping[str, Points], level: tuple
 
 
 def bars(label: str, groups: Mapping[str, Mapping[str, float]], level: tuple[str, float] | None = None) -> str:
-    """A bar chart as SVG: bars one below the other, with their names and values.
+    """A bar chart as SVG: the bars of each group one below the other, with their names and values.
 
-    Args:
-        label: the name and unit of the values.
-        groups: values by name in each group; values that are not finite are left out.
-        level: the name and value of a dashed line, for comparison.
+    Values that are not finite are left out. ``level`` is a dashed line, for comparison.
     """
     finite = {
         group: {name: value for name, value in bars.items() if math.isfinite(value)} for group, bars in groups.items()
@@ -206,7 +158,7 @@ def bars(label: str, groups: Mapping[str, Mapping[str, float]], level: tuple[str
 def _svg(height: float, title: str, elements: Sequence[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {_WIDTH} {height:g}" width="{_WIDTH}" '
-        f'role="img"><title>{escape(title)}</title><style>{_CHART_STYLE}</style>'
+        f'role="img"><title>{escape(title)}</title><style>{asset("chart.css")}</style>'
     )
     return "\n".join([head, *elements, "</svg>"])
 

@@ -87,11 +87,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
 
 
 def _require_free(host: str, port: int) -> None:
-    """Refuses an address that is not free, before a model is loaded.
-
-    Raises:
-        BuildError: the server cannot listen on the address.
-    """
+    """Refuses an address that is not free, before a model is loaded."""
 
     async def listen() -> None:
         loop = asyncio.get_running_loop()

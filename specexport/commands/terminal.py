@@ -53,11 +53,7 @@ def read_message(read: Read) -> str:
 
 
 def from_standard_input(read: Callable[[], str]) -> str:
-    """Reads text from standard input.
-
-    Raises:
-        RequestError: the input is not text.
-    """
+    """Reads text from standard input."""
     try:
         text = read()
     except UnicodeDecodeError as error:
@@ -74,7 +70,6 @@ class Terminal:
 
     Attributes:
         interactive: whether messages are typed; otherwise they are lines of a pipe or a file.
-        underlines: whether answers may be underlined.
 
     Args:
         history: file that stores messages for later sessions; None for none.
@@ -89,12 +84,10 @@ class Terminal:
         self._read: Read = _read_pipe
         if self.interactive:
             self._history = _History(history)
-            editable = (
-                understands_escapes() and sys.stdout.isatty() and importlib.util.find_spec("prompt_toolkit") is not None
-            )
+            editable = self.underlines and importlib.util.find_spec("prompt_toolkit") is not None
             earlier = self._history.messages
             self._read, self._remember = _editor(earlier, words) if editable else _line_reader(earlier)
-            if understands_escapes() and not editable and sys.stdout.isatty():
+            if self.underlines and not editable:
                 self.notice("A line editor with completion comes with: pip install 'specexport[chat]'")
 
     def message(self) -> str:

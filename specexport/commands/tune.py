@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import msgspec
 
 from specexport.building import exporter, progress_bars
 from specexport.commands import Command, MeasuringOptions, read_text, report
@@ -28,7 +25,7 @@ from specexport.runtime.bundle import Bundle
 from specexport.runtime.machine import cache_folder
 from specexport.runtime.speculation.costs import Cost, CostCurve
 from specexport.runtime.speculation.timing import MOST_NOISE, stored_costs
-from specexport.tables import Styled, Table, show
+from specexport.tables import Styled, Table
 
 if TYPE_CHECKING:
     from specexport.tree_search import TreeCandidate
@@ -113,10 +110,7 @@ def _tree_command(command: _TreeOptions) -> int:
     if not ranked:
         raise RequestError("no candidate was right on this text, so no tree helps; the bundle is unchanged")
     best, table = ranked[0], _table(name, ranked, costs)
-    if command.json:
-        print(json.dumps(_as_dict(name, ranked, costs), indent=2))
-    else:
-        show(table, terminal_tree(best.tree))
+    command.show(_as_dict(name, ranked, costs), table, terminal_tree(best.tree))
     if command.plot is not None:
         parts = (device, table, *_figures(name, ranked, costs), *about(command.bundle, manifest))
         report.write(command.plot, f"tune tree: {command.bundle}", parts)
@@ -130,12 +124,7 @@ def _tree_command(command: _TreeOptions) -> int:
 
 
 def _tunable(bundle: Path, manifest: Manifest, name: str | None) -> Method:
-    """The method of this name, or the bundle's first if it is None.
-
-    Raises:
-        RequestError: the bundle lacks it, or its tree cannot be chosen.
-        BuildError: the bundle is compiled for its trees.
-    """
+    """The method of this name, or the bundle's first if it is None."""
     if not manifest.methods:
         raise RequestError(f"{bundle}: built without a method; there is no tree to tune")
     method = manifest.methods[0] if name is None else manifest.method(name)
@@ -153,11 +142,7 @@ def _tunable(bundle: Path, manifest: Manifest, name: str | None) -> Method:
 
 
 def _read_prompts(engine: Engine, files: Sequence[Path], count: int, tokens: int) -> list[list[int]]:
-    """Prompts of at most ``tokens`` tokens: lines of ``.jsonl`` files, and windows of the text of other files.
-
-    Raises:
-        RequestError: a file is missing or not text, or a line has no text; names it.
-    """
+    """Prompts of at most ``tokens`` tokens: lines of ``.jsonl`` files, and windows of the text of other files."""
     limit = min(tokens, engine.manifest.max_seq_len // 2)
     prompts: list[list[int]] = []
     for path in files:
@@ -246,10 +231,7 @@ def _batch_command(command: _BatchOptions) -> int:
         curve, device = engine.calibrate(command.seconds, progress), engine.backend.device
         manifest = engine.manifest
         kept = stored_costs(manifest, engine.backend, engine.slots).load() == curve
-    if command.json:
-        print(json.dumps(msgspec.to_builtins(curve), indent=2))
-    else:
-        show(device, *tables(curve))
+    command.show(curve, device, *tables(curve))
     if command.plot is not None:
         steps = report.lines("T, tokens a slot", "ms", _by_slots(curve.steps))
         charts = [report.Figure("A step of the target", steps)]

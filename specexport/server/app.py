@@ -92,11 +92,8 @@ def create_app(
     """Creates the application.
 
     Args:
-        service: the served engine.
         api_keys: keys of which clients must send one as a bearer token, except to status routes; empty for no keys.
-        max_body_bytes: maximum size of a request body in bytes.
         cors: origins of web pages that may call the server, ``*`` for any.
-        page: whether to serve a page at ``/`` to try the model.
     """
     unlocked = (*_OPEN, *_FILES) if page else _OPEN
 
@@ -250,8 +247,6 @@ class Server(uvicorn.Server):
     """A server that lets requests finish at shutdown; requests that take too long end with an error.
 
     Args:
-        app: the application.
-        engine: the served engine.
         shutdown_timeout: seconds that requests may take to finish.
         config: further settings of uvicorn, such as ``host`` and ``port``.
     """

@@ -27,11 +27,7 @@ _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
 
 class Metrics:
-    """The metrics of a server, labelled with the model's name.
-
-    Attributes:
-        registry: the registry of the metrics.
-    """
+    """The metrics of a server, labelled with the model's name."""
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self.registry = CollectorRegistry()

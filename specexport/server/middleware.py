@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexport.contract.values import shown
@@ -91,21 +92,13 @@ class Admission:
         parts: list[bytes] = []
         received = 0
 
-        async def read() -> bool:
-            """Reads the body; returns False if the client disconnected."""
+        async def read() -> None:
             nonlocal received
-            unfinished = True
-            while unfinished:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return False
-                part = message.get("body", b"")
+            async for part in Request(scope, receive).stream():
                 self._require_size(received + len(part), received)
                 received += len(part)
                 self._bytes += len(part)
                 parts.append(part)
-                unfinished = message.get("more_body", False)
-            return True
 
         async def replay() -> Message:
             return {"type": "http.request", "body": parts.pop(), "more_body": False} if parts else await receive()
@@ -113,12 +106,12 @@ class Admission:
         self._requests += 1
         try:
             try:
-                whole = await asyncio.wait_for(read(), _READING)
+                await asyncio.wait_for(read(), _READING)
+            except ClientDisconnect:
+                return
             except asyncio.TimeoutError:
                 why = f"the body did not come within {_READING:g} seconds; send it again"
                 raise ApiError(408, why, code="body_too_slow") from None
-            if not whole:
-                return
             parts[:] = [b"".join(parts)]
             if received > _SMALL:
                 await asyncio.to_thread(_require_simple, parts[0])

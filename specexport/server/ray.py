@@ -277,10 +277,6 @@ def app(settings: Settings) -> serve.Application:
     """Creates the application: ``serve run specexport.server.ray:app bundle=BUNDLE replicas=2``.
 
     The ``deployments`` of a config file may set further options of Ray for ``Model`` and ``Front``.
-
-    Raises:
-        BundleError: there is no such bundle on this machine.
-        BuildError: the numbers of replicas contradict each other.
     """
     manifest = read_manifest(Path(settings.bundle))
     slots = max(manifest.batch_sizes)

@@ -73,7 +73,6 @@ class Service:
     Attributes:
         names: the model's names; answers have the first.
         timeout: maximum number of seconds per request, waiting included; None for no limit.
-        frontend: the engine's frontend.
         created: time at which the server started, in seconds since 1970.
     """
 
@@ -88,11 +87,7 @@ class Service:
         threading.Thread(target=self.frontend.engine.prepare_grammars, daemon=True).start()
 
     def require_model(self, name: str | None) -> str:
-        """Returns the model's name for the answer to a request for ``name``.
-
-        Raises:
-            ApiError: another model was requested.
-        """
+        """Returns the model's name for the answer to a request for ``name``; refuses other models."""
         if name is not None and name not in self.names:
             served = ", ".join(map(repr, self.names))
             message = f"model {name!r} is not served; there is {served}"[:300]
@@ -100,11 +95,7 @@ class Service:
         return name or self.names[0]
 
     def head(self, body: GenerationRequest, kind: str) -> dict[str, Any]:
-        """The first fields of each part of an answer.
-
-        Raises:
-            ApiError: another model was requested.
-        """
+        """The first fields of each part of an answer."""
         model = self.require_model(body.model)
         return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
@@ -132,11 +123,7 @@ class Service:
         calls: Calling | None = None,
         shape: AnyFormat | NamedSchema | None = None,
     ) -> SamplingParams:
-        """The sampling parameters of a request, by default the model's, with the constraints of calls or a format.
-
-        Raises:
-            RequestError: the output is constrained in two ways.
-        """
+        """The sampling parameters of a request, by default the model's, with the constraints of calls or a format."""
         structured = [] if body.structured_outputs is None else body.structured_outputs.bounds()
         bounds: dict[str, Any] = {"structured_outputs": structured[0]} if structured else {}
         if isinstance(shape, NamedSchema):

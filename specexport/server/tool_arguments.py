@@ -55,9 +55,6 @@ def rules(name: str, tool: Function, options: dict[str, Any]) -> tuple[str, list
     """The parameters of a tool in llguidance's dialect of Lark: an expression and the rules that it uses.
 
     ``name`` is the prefix of the names of rules; ``options`` are llguidance's options for JSON.
-
-    Raises:
-        RequestError: the parameters cannot be written separately.
     """
     schema = tool.parameters
     properties, required = schema.get("properties", {}), schema.get("required", [])

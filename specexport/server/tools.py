@@ -169,12 +169,7 @@ def template_tools(tools: Sequence[Function]) -> list[dict[str, Any]]:
 
 
 def calling(request: ConversationRequest, template: str) -> Calling | None:
-    """The calls that a request's answer may make; None if it may make none.
-
-    Raises:
-        RequestError: an unknown tool is chosen, the parameters of a tool do not describe an object, or the model may
-            choose a tool but the format of its calls is unknown.
-    """
+    """The calls that a request's answer may make; None if it may make none."""
     tools: Sequence[Function] = request.offered
     choice = request.choice or "auto"
     if choice == "none" or (choice == "auto" and not tools):

@@ -48,12 +48,7 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Opens the bundle.
-
-        Raises:
-            BundleError: the settings cannot be read.
-            SpecExportError: see ``AsyncEngine.open``.
-        """
+        """Opens the bundle."""
         folder = Path(args["model_repository"]) / args["model_version"]
         try:
             settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
@@ -105,21 +100,18 @@ class TritonPythonModel:
         except UnicodeDecodeError as error:
             raise RequestError(f"text_input is not UTF-8: {error}", param="text_input") from error
         streamed = bool(_input(request, "stream", False))
-        if not _input(request, "exclude_input_in_output", streamed):
-            if streamed:
-                raise RequestError(
-                    "exclude_input_in_output is false; parts of a stream are the output's alone",
-                    param="exclude_input_in_output",
-                )
-            begin = prompt
-        else:
-            begin = ""
+        echoed = not _input(request, "exclude_input_in_output", streamed)
+        if echoed and streamed:
+            raise RequestError(
+                "exclude_input_in_output is false; parts of a stream are the output's alone",
+                param="exclude_input_in_output",
+            )
         body = CompletionRequest(prompt=prompt, stream=streamed, **_parameters(request))
         encode = self._service.frontend.tokens
         tokens = await asyncio.to_thread(encode, prompt, add_special_tokens=body.add_special_tokens)
         streams = await self._service.start([tokens], self._service.params(body, body.max_tokens, None), body)
         optional = [name for name in _OPTIONAL if _input(request, f"return_{name}", False)]
-        parts = _Parts(body.n, len(tokens), begin)
+        parts = _Parts(body.n, len(tokens), prompt if echoed else "")
         async with contextlib.aclosing(merge(self._service, streams)) as chunks:
             async for index, chunk in chunks:
                 if sender.is_cancelled():
@@ -167,11 +159,7 @@ def _input(request: Any, name: str, default: Any = None) -> Any:
 
 
 def _parameters(request: Any) -> dict[str, Any]:
-    """The sampling parameters of a request. Numbers may be texts, as in the vLLM backend.
-
-    Raises:
-        RequestError: they are not a JSON object, or have a field that completions lack here.
-    """
+    """The sampling parameters of a request. Numbers may be texts, as in the vLLM backend."""
     raw = _input(request, "sampling_parameters", None)
     try:
         parameters = json.loads(request.parameters() if raw is None else raw) or {}

@@ -125,12 +125,10 @@ def verify(
     """Checks a bundle.
 
     Args:
-        bundle: the bundle's folder.
         target: folder or hub id of the original model; None for the manifest's.
         sources: the methods' checkpoints by ``METHOD.key``, such as ``medusa.model``; None for the manifest's.
         prompts: texts to compare on; None for :data:`DEFAULT_PROMPTS`.
         max_tokens: tokens to generate for each prompt.
-        progress: called with the name of a check, the amount done and the total.
 
     Raises:
         SpecExportError: an argument is wrong. Faults of the bundle are part of the report.
@@ -269,10 +267,7 @@ def _locations(bundle: Bundle, target: str | None, sources: Mapping[str, str]) -
 
 
 def check_graphs(bundle: Bundle, progress: Progress) -> int:
-    """Checks all graphs of a bundle: the masters, and graphs that GPUs or ranks open instead.
-
-    Returns:
-        The number of graphs.
+    """Checks all graphs of a bundle, the masters and those that GPUs or ranks open instead; returns their number.
 
     Raises:
         BundleError: a graph is not valid ONNX or not of its lowering's opset, uses operators outside the standard, has

@@ -58,11 +58,7 @@ _BEFORE = " before"
 
 @dataclass(frozen=True)
 class GraphRun:
-    """A run of a graph.
-
-    Attributes:
-        tree: the tree of the tokens.
-    """
+    """A run of a graph over the tokens of a tree."""
 
     graph: onnx.GraphProto
     of: Model | ProgramGraph

@@ -142,7 +142,6 @@ class TokenAgreement:
     Attributes:
         same: number of positions with the same preferred token.
         ties: number of positions with different preferred tokens that nearly tie for the model.
-        limits: the limits of ties and of the share.
     """
 
     limits: Limits

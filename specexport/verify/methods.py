@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,22 +113,13 @@ class MethodRun:
         return results
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A difference of plain and speculative decoding: the text so far, and the next token of each, None at an end."""
-
-    text: list[int]
-    plain: int | None
-    speculative: int | None
-
-
 def compare_decoding(bundle: Bundle, texts: Sequence[list[int]], max_tokens: int, progress: Progress) -> Outcome:
     """Decodes texts both ways, with every tree of every method, and samples some with a seed.
 
     A bundle that was built without a method is compared with the methods that every bundle has.
     """
     tokens = 0
-    differences: list[Difference] = []
+    differences: list[str] = []
     lengths: list[float] = []
     with Engine.load(bundle.folder, check_hashes=False, backend="onnxruntime", calibrate=False) as engine:
         methods = bundle.manifest.methods or engine.methods.values()
@@ -149,11 +139,7 @@ def compare_decoding(bundle: Bundle, texts: Sequence[list[int]], max_tokens: int
     }
     sentence = f"greedy output is the same with speculation and without, {counted(tokens, 'token')}"
     if differences:
-        first = differences[0]
-        sentence = (
-            f"speculation changes greedy output: after {counted(len(first.text), 'token')} it goes on with token "
-            f"{first.speculative} where plain decoding has {first.plain} ({len(differences)} such places)"
-        )
+        sentence = f"speculation changes greedy output: {differences[0]} ({len(differences)} such places)"
     sentence += f"; not promised bit for bit: {inexact}" if inexact else "; rows exact"
     seeded = "the same text twice" if repeated else "different texts"
     return not differences and repeated, f"{sentence}; a seed gives {seeded}", numbers
@@ -161,14 +147,14 @@ def compare_decoding(bundle: Bundle, texts: Sequence[list[int]], max_tokens: int
 
 def _compare_text(
     engine: Engine, prompt: list[int], method: str, size: int, max_tokens: int
-) -> tuple[int, list[Difference], float]:
+) -> tuple[int, list[str], float]:
     """Decodes a prompt greedily both ways; after a difference, continues from the plain text.
 
     Returns:
         The number of compared tokens, the differences, and the acceptance length of the first run.
     """
     text, remaining, length = list(prompt), max_tokens, 0.0
-    differences: list[Difference] = []
+    differences: list[str] = []
     while remaining > 0 and len(text) < engine.manifest.max_seq_len and len(differences) < _MAX_DIFFERENCES:
         params = SamplingParams(temperature=0.0, max_tokens=remaining, ignore_eos=True)
         plain = engine.generate(text, params, PLAIN).token_ids
@@ -183,7 +169,8 @@ def _compare_text(
         if equal == len(plain) == len(fast):
             break
         a, b = (tokens[equal] if equal < len(tokens) else None for tokens in (plain, fast))
-        differences.append(Difference(text, a, b))
+        after = counted(len(text), "token")
+        differences.append(f"after {after} it goes on with token {b} where plain decoding has {a}")
         if a is None:
             break
         text, remaining = [*text, a], remaining - 1

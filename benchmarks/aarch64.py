@@ -1,6 +1,4 @@
-"""Run the lean runtime on emulated 64-bit ARM processors, and compare its texts with those on x86.
-
-    make aarch64
+"""Runs the lean runtime on emulated 64-bit ARM processors, and compares its texts with those on x86.
 
 Runs on Debian 12, x86-64, as any user, and installs nothing outside ``build/aarch64``: qemu's user-mode emulator and
 Debian's Python for arm64 from apt, aarch64 wheels from pip, and bundles built here. It compares the greedy texts of all
@@ -75,12 +73,14 @@ class Text(NamedTuple):
     gaps: list[float]
 
 
-def main() -> int:
-    """Runs the checks; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``python -m benchmarks aarch64``."""
     parser.add_argument("--cpu", choices=PROCESSORS, action="append", help="processor to emulate (default: both)")
     parser.add_argument("--texts", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # run on both machines
-    args = parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the checks; returns the exit status."""
     if args.texts:
         expected = {name: greedy_texts(BUNDLES / name) for name in (*BUILT, *PRECISIONS)}
         with mock.patch.object(onnxruntime, "SessionOptions", floating_options()):
@@ -90,12 +90,13 @@ def main() -> int:
     install()
     build()
     here = HOME / "x86-64.json"
-    subprocess.run([sys.executable, __file__, "--texts", str(here)], check=True)
+    texts = ("-m", "benchmarks", "aarch64", "--texts")
+    subprocess.run([sys.executable, *texts, here], cwd=ROOT, check=True)
     failed = False
     for processor in args.cpu or PROCESSORS:
         describe(processor)
         result = HOME / f"{processor}.json"
-        emulate(processor, __file__, "--texts", str(result), check=True)
+        emulate(processor, *texts, str(result), check=True)
         failed |= differ(*(json.loads(path.read_text()) for path in (here, result)))
     # with the last processor's cpuinfo
     done = emulate(processor, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", "-rs", *TESTS)
@@ -235,7 +236,3 @@ def differ(expected: dict[str, Any], emulated: dict[str, Any]) -> bool:
             f"  {name}: {equal} of {len(texts)} texts equal; log-probabilities within {largest:.1e}{first}", flush=True
         )
     return wrong
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

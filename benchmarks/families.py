@@ -1,12 +1,9 @@
-"""Build and check every model family, for the table in docs/support.md.
-
-    python -m scripts.families [--rtx] [--only NAME ...]    # builds, checks, and writes docs/families.json
-    python -m scripts.docs                                  # writes the table
+"""Builds and checks every model family, for the table in docs/support.md.
 
 Every family is a tiny random checkpoint. It is built in fp32, and the build compares its lowering with transformers.
 The greedy texts of this bundle and of a portable bundle are compared with transformers'. An int4 build measures the
 error of the logits. With ``--rtx``, TensorRT-RTX compiles the fp32 bundle in fp16. If ``build`` refuses a family, the
-reason is recorded.
+reason is recorded. The results are added to benchmarks/results/families.json.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from benchmarks.tables import markdown
+from benchmarks.tables import RESULTS, load, markdown
 from specexport.contract.errors import SpecExportError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
@@ -35,8 +32,6 @@ from tests.checkpoints import EOS, FAMILIES, GROUPED, HYBRIDS, LAYERS_DIFFER, WI
 from tests.test_families import REFUSED
 from tests.test_mixtures import MIXTURES
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "families.json"
 TITLES = {"fp32": "fp32", "greedy": "greedy text", "portable": "portable", "int4": "int4", "rtx": "RTX build"}
 TOKENS = 24
 
@@ -163,10 +158,10 @@ def _compiled(bundle: Path) -> None:
     compile_bundle(bundle, CompileOptions("tensorrt-rtx", compute_capability=((8, 9),), compute="fp16"))
 
 
-def table(results: dict[str, dict[str, str]]) -> str:
+def table() -> str:
     """Markdown tables of the supported families with their checks, of failed checks, and of refused families."""
     rows, refused, notes = [], [], dict[str, int]()
-    for name, checks in sorted(results.items()):
+    for name, checks in sorted(load("families").items()):
         if "refused" in checks:
             refused.append((name, checks["refused"].replace("|", "\\|"), HELP.get(name, "not known")))
             continue
@@ -180,23 +175,23 @@ def table(results: dict[str, dict[str, str]]) -> str:
     return "\n\n".join((supported, numbered, markdown(("refused", "why", "what would help"), refused)))
 
 
-def main() -> None:
-    """Checks the families and adds the results to docs/families.json."""
-    parser = argparse.ArgumentParser(description="Build and check every model family.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``python -m benchmarks families``."""
     parser.add_argument("--only", nargs="+", metavar="NAME", help="families to check (default: all)")
     parser.add_argument("--rtx", action="store_true", help="run only the check of TensorRT-RTX")
-    args = parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> int:
+    """Checks families and adds the results to the earlier ones."""
     torch.set_num_threads(1)
     settings = families()
+    path = RESULTS / "families.json"
     for name in args.only or settings:
         checks = check_family(name, settings[name], rtx=args.rtx)
         print(name, json.dumps(checks), flush=True)
         with FileLock(Path(tempfile.gettempdir()) / "specexport-families.lock"):
-            results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+            results = load("families")
             # The check of an engine is added to earlier results; the others run together and replace them.
             results[name] = {**(results.get(name, {}) if args.rtx else {}), **checks}
-            RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+            path.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
+    return 0

@@ -1,10 +1,8 @@
-"""Run OpenAI's current clients against a server over a bundle; results go to docs/clients.json.
+"""Runs OpenAI's current clients against a server over a bundle, for the table in docs/serving.md.
 
-    python scripts/clients.py build/test-bundles/llama-near
-
-The clients are installed into an environment of their own (``build/clients``), as their dependencies conflict.
-``--record FILE`` stores the request bodies, which tests/test_clients.py replays. ``python -m scripts.docs`` writes the
-table in docs/serving.md.
+The clients are installed into an environment of their own (``build/clients``), as their dependencies conflict. The
+results go to benchmarks/results/clients.json; ``--record FILE`` stores the request bodies, which tests/test_clients.py
+replays.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "clients.json"
+RESULTS = Path(__file__).with_name("results") / "clients.json"
 PACKAGES = {
     "openai": "openai",
     "litellm": "litellm",
@@ -261,17 +259,24 @@ class Recorder:
         await self._app(scope, kept, send)
 
 
-def run(bundle: Path, record: Path | None, only: list[str]) -> int:
-    """Installs the clients and runs the checks of all, or of ``only`` some; returns the number of failures."""
-    sys.path.insert(0, str(ROOT))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``python -m benchmarks clients``."""
+    parser.add_argument("bundle", type=Path, nargs="?", help="bundle to serve")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="file for the bodies of requests")
+    parser.add_argument("--only", nargs="+", default=[], choices=PACKAGES, help="clients to check (default: all)")
+    parser.add_argument("--check", nargs=5, help=argparse.SUPPRESS)  # run in the clients' environment
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs all checks, or a single one in the clients' environment; returns the exit status."""
+    if arguments.check:
+        client, check, *location = arguments.check
+        CHECKS[client][check](*location)
+        print(version(_distribution(client)))
+        return 0
     from tests.serving import HERMES, NAME, served, with_chat_template
 
-    place = ROOT / "build" / "clients"
-    python = place / "bin" / "python"
-    if not python.exists():
-        venv.create(place, with_pip=True)
-        # litellm needs mcp for tools, but does not install it.
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES.values(), "mcp"], check=True)
+    python = _install()
     recorders: list[Recorder] = []
 
     def around(app: Any) -> Recorder:
@@ -279,61 +284,46 @@ def run(bundle: Path, record: Path | None, only: list[str]) -> int:
         return recorders[0]
 
     sent: list[dict[str, Any]] = []
-    results: list[dict[str, str]] = []
+    results: dict[str, dict[str, Any]] = {}
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        copy = with_chat_template(bundle, Path(folder, "bundle"), HERMES)
+        copy = with_chat_template(arguments.bundle, Path(folder, "bundle"), HERMES)
         (copy / "tokenizer" / "tokenizer_config.json").write_text(
             '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}'
         )
         with served(copy, around=around) as server:
-            for client in only or PACKAGES:
-                for does in CHECKS[client]:
-                    arguments = ["--check", client, does, f"{server.url}/v1", NAME, str(copy / "tokenizer")]
-                    process = subprocess.run([python, __file__, *arguments], capture_output=True, text=True)
+            for client in arguments.only or PACKAGES:
+                result = results[_distribution(client)] = {"version": "?", "checks": {}}
+                for check in CHECKS[client]:
+                    location = (f"{server.url}/v1", NAME, str(copy / "tokenizer"))
+                    command = [python, "-m", "benchmarks", "clients", "--check", client, check, *location]
+                    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
                     failed += process.returncode != 0
-                    results.append(
-                        {
-                            "client": PACKAGES[client].partition("[")[0],
-                            "version": process.stdout.splitlines()[-1] if process.returncode == 0 else "?",
-                            "check": does,
-                            "result": "fails" if process.returncode else "works",
-                        }
-                    )
-                    print(*results[-1].values(), sep=", ", flush=True)
+                    result["checks"][check] = "fails" if process.returncode else "works"
+                    print(client, check, result["checks"][check], sep=", ", flush=True)
                     if process.returncode:
                         print(process.stderr[-3000:], file=sys.stderr)
+                    else:
+                        result["version"] = process.stdout.splitlines()[-1]
                     bodies, recorders[0].bodies = recorders[0].bodies, []
-                    sent += [{"client": f"{client}: {does}", "path": path, "body": body} for path, body in bodies]
-    if record is not None:
-        record.write_text(_json_lines(sent))
-    if not only:
-        RESULTS.write_text(_json_lines(results))
+                    sent += [{"client": f"{client}: {check}", "path": path, "body": body} for path, body in bodies]
+    if arguments.record is not None:
+        arguments.record.write_text("\n".join(["[", ",\n".join(map(json.dumps, sent)), "]", ""]))
+    if not arguments.only:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     return failed
 
 
-def _json_lines(objects: list[Any]) -> str:
-    """A JSON list with an object per line."""
-    return "\n".join(["[", ",\n".join(map(json.dumps, objects)), "]", ""])
+def _install() -> Path:
+    """Installs the clients unless they are there; returns their environment's Python."""
+    place = ROOT / "build" / "clients"
+    python = place / "bin" / "python"
+    if not python.exists():
+        venv.create(place, with_pip=True)
+        # litellm needs mcp for tools, but does not install it.
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES.values(), "mcp"], check=True)
+    return python
 
 
-def main() -> int:
-    """Runs all checks, or a single check within the clients' environment; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("bundle", type=Path, nargs="?", help="bundle to serve")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="file for the bodies of requests")
-    parser.add_argument("--only", nargs="+", default=[], choices=PACKAGES, help="clients to check (default: all)")
-    parser.add_argument("--check", nargs=5, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.check:
-        client, does, *location = arguments.check
-        CHECKS[client][does](*location)
-        print(version(PACKAGES[client].partition("[")[0]))
-        return 0
-    if arguments.bundle is None:
-        parser.error("give a bundle")
-    return run(arguments.bundle, arguments.record, arguments.only)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _distribution(client: str) -> str:
+    return PACKAGES[client].partition("[")[0]
