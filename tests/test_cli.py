@@ -217,11 +217,7 @@ def test_a_folder_that_is_no_bundle_is_explained(tmp_path: Path, capsys: pytest.
         (["--lowering", "portable", "--block-size", "32"], 2, "opset 20 knows no blocks"),
         (["--precision", "bf16", "--block-size", "32"], 2, "--block-size was given, and only int8"),
         (["--ngram", "--draft-precision", "int8"], 2, "--draft-precision was given without"),
-        (
-            ["--draft", "x", "--num-speculative-tokens", "99"],
-            2,
-            "num_speculative_tokens: expected a whole",
-        ),
+        (["--draft", "x", "--num-speculative-tokens", "99"], 2, "num_speculative_tokens: expected a whole"),
     ],
 )
 def test_a_bad_build_is_explained_and_leaves_nothing(

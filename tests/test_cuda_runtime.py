@@ -196,43 +196,6 @@ def test_staged_arrays_travel_in_one_copy(device: Device, fake: StandIn) -> None
     assert memory is not None
 
 
-def test_capture_records_and_launches(device: Device, fake: StandIn) -> None:
-    staged, memory = _staged(device, {"x": np.arange(4)})
-    stream = device.stream
-    captured = stream.capture(staged.upload)
-    address = staged.device["x"].address
-    stream.synchronize()
-    assert fake.array(address, np.uint8, (1,))[0] == FRESH  # recorded, not done
-    for value in (7, 9):  # what the host holds at the time of a launch is what travels
-        staged.host["x"][:] = value
-        captured.launch()
-        stream.synchronize()
-        assert fake.array(address, np.int64, (4,)).tolist() == [value] * 4
-    assert fake.launches == 2
-    assert memory is not None
-
-
-@pytest.mark.parametrize("forbidden", ["allocate", "synchronize"])
-def test_capture_must_neither_allocate_nor_wait(cuda: Cuda, fake: StandIn, forbidden: str) -> None:
-    stream = CudaStream(cuda)
-    with pytest.raises(BackendError, match="cudaErrorStreamCaptureUnsupported"):
-        stream.capture((lambda: cuda.allocate(64) and None) if forbidden == "allocate" else stream.synchronize)
-    stream.capture(lambda: None).close()  # usable as before
-    stream.synchronize()
-    assert "cudaGraphInstantiate" in fake.calls
-
-
-def test_a_failed_capture_leaves_the_stream_usable(cuda: Cuda, fake: StandIn) -> None:
-    stream = CudaStream(cuda)
-    fake.refuse_capture = True
-    with pytest.raises(BackendError, match="cudaErrorStreamCaptureInvalidated"):
-        stream.capture(lambda: None)
-    with pytest.raises(KeyError):
-        stream.capture(lambda: {}["none"])
-    fake.refuse_capture = False
-    stream.capture(lambda: None).close()
-
-
 def test_stale_addresses_are_noticed(device: Device) -> None:
     """Of the stand-in itself: what it is trusted to find, it finds."""
     staged, memory = _staged(device, {"x": np.arange(4)})

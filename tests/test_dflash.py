@@ -186,10 +186,7 @@ def test_layers_are_named_as_their_publishers_do(draft: Path, small_vocabulary: 
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "sliding_window is 4; expected at least"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'; expected it with"),
         ({"layer_types": ["full_attention"]}, "config.json: "),
-        (
-            {"num_hidden_layers": 3, "layer_types": None},
-            "no tensor 'layers.2.input_layernorm.weight'; expected it in",
-        ),
+        ({"num_hidden_layers": 3, "layer_types": None}, "no tensor 'layers.2.input_layernorm.weight'; expected it in"),
     ],
 )
 def test_configurations_that_do_not_fit_are_refused_by_field(draft: Path, change: dict[str, Any], reason: str) -> None:

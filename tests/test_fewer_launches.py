@@ -87,10 +87,7 @@ def test_an_output_is_no_view_of_what_has_its_shape() -> None:
 
 
 def test_the_sum_before_a_number_is_one_operator() -> None:
-    nodes = [
-        helper.make_node("CumSum", ["x", "c_axis"], ["through"]),
-        helper.make_node("Sub", ["through", "x"], ["y"]),
-    ]
+    nodes = [helper.make_node("CumSum", ["x", "c_axis"], ["through"]), helper.make_node("Sub", ["through", "x"], ["y"])]
     operators_after, before, after = both(nodes, {"x": ROWS, "c_axis": np.array(-1)}, ["B", 5, 4], {})
     assert operators_after == ["CumSum"]
     np.testing.assert_allclose(after, before, atol=1e-6)

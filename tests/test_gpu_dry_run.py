@@ -51,11 +51,7 @@ def test_every_method_is_there() -> None:
 
 @pytest.mark.parametrize(("name", "slots"), bundles.cells())
 def test_dry_run(
-    name: str,
-    slots: int,
-    dry_run_bundle: Callable[[str], Path],
-    null_gpu: dict[str, str],
-    tmp_path: Path,
+    name: str, slots: int, dry_run_bundle: Callable[[str], Path], null_gpu: dict[str, str], tmp_path: Path
 ) -> None:
     """Loads, prefills, and steps every method greedily and sampled, on the thread that loaded it and on others; times
     steps as on load.

@@ -6,8 +6,7 @@ are measured the clock counts launches.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +24,8 @@ from specexport.runtime.speculation.costs import CostCurve
 from specexport.runtime.speculation.policy import TRIAL_STEPS, MeasuredPolicy
 from specexport.runtime.speculative import PLAIN
 from tests.manifests import Price, curve
-from tests.onnxruntime_stand_in import OnnxRuntimeGpu, installed
-from tests.step_program import GREEDY, for_onnxruntime
+from tests.onnxruntime_stand_in import OnnxRuntimeGpu
+from tests.step_program import GREEDY
 from tests.streams import started
 
 pytestmark = pytest.mark.exporter  # the step program's graphs
@@ -37,31 +36,12 @@ Load = Callable[..., Engine]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnnxRuntimeGpu]:
-    with installed(monkeypatch) as module:
-        yield module
-
-
-@pytest.fixture
-def folder(
-    bundle: Callable[[str], Path], shared_accept_graphs: None, gpu: OnnxRuntimeGpu, tmp_path: Path
-) -> Callable[[str], Path]:
-    """A copy of a bundle as one that was built for onnxruntime-cuda."""
-
-    def get(name: str) -> Path:
-        copy = tmp_path / name
-        return copy if copy.exists() else for_onnxruntime(Path(shutil.copytree(bundle(name), copy)))
-
-    return get
-
-
-@pytest.fixture
-def load(folder: Callable[[str], Path]) -> Load:
+def load(cuda_bundle: Callable[[str], Path]) -> Load:
     """Loads a bundle with an invented curve."""
 
     def get(name: str, step: Price, propose: Price, read: float = 0.0, **options: Any) -> Engine:
-        costs = curve(read_manifest(folder(name)), step, propose, read)
-        return Engine.load(folder(name), check_hashes=False, costs=costs, **options)
+        costs = curve(read_manifest(cuda_bundle(name)), step, propose, read)
+        return Engine.load(cuda_bundle(name), check_hashes=False, costs=costs, **options)
 
     return get
 
@@ -81,16 +61,16 @@ def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: OnnxRuntime
 
 
 def test_a_bundle_is_measured_once_on_a_gpu(
-    folder: Callable[[str], Path], remembered: Path, engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
+    cuda_bundle: Callable[[str], Path], remembered: Path, engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
 ) -> None:
     """What is measured are launches of captured graphs: nothing is allocated, and the texts stay the CPU's."""
     name = "dice-mixed"
-    with Engine.load(folder(name), check_hashes=False, calibrate=False) as ruled:
+    with Engine.load(cuda_bundle(name), check_hashes=False, calibrate=False) as ruled:
         assert ruled.costs is None
         assert ruled.generate(PROMPT, GREEDY).stats.steps_by_draft.keys() == {"draft_model", "plain"}
         allocated = len(gpu.cuda.allocations)
     assert not remembered.exists()
-    with Engine.load(folder(name), check_hashes=False, calibrate=True) as first:
+    with Engine.load(cuda_bundle(name), check_hashes=False, calibrate=True) as first:
         assert len(gpu.cuda.allocations) == 2 * allocated
         assert first.backend.execution == "graph per step"
         assert first.costs is not None
@@ -104,10 +84,10 @@ def test_a_bundle_is_measured_once_on_a_gpu(
     (file,) = remembered.iterdir()
     stored = file.read_bytes()
     before = gpu.cuda.launches
-    with Engine.load(folder(name), check_hashes=False, calibrate=False):
+    with Engine.load(cuda_bundle(name), check_hashes=False, calibrate=False):
         unmeasured = gpu.cuda.launches - before
     before = gpu.cuda.launches
-    with Engine.load(folder(name), check_hashes=False, calibrate=True) as second:
+    with Engine.load(cuda_bundle(name), check_hashes=False, calibrate=True) as second:
         assert gpu.cuda.launches - before == unmeasured
         assert second.costs is not None
         assert second.costs.curve == msgspec.json.decode(stored, type=CostCurve)
@@ -123,11 +103,11 @@ def test_a_bundle_is_measured_once_on_a_gpu(
     ],
 )
 def test_proposing_costs_what_it_adds_to_a_step(
-    name: str, launches: dict[str, int], folder: Callable[[str], Path], remembered: Path
+    name: str, launches: dict[str, int], cuda_bundle: Callable[[str], Path], remembered: Path
 ) -> None:
     """Any step is one launch, also one in which a draft proposes; calls of a draft that the host drives are more."""
     slots = 4 if name.endswith("batch") else 1
-    with Engine.load(folder(name), check_hashes=False, calibrate=True, max_batch_size=slots) as engine:
+    with Engine.load(cuda_bundle(name), check_hashes=False, calibrate=True, max_batch_size=slots) as engine:
         costs = engine.costs
         assert costs is not None
         assert {cost.batch for cost in costs.curve.steps} == {slots}

@@ -153,11 +153,7 @@ B = "model.layers.1."
     [
         ("glm4_moe", {f"{B}eh_proj.weight": None}, "no tensor 'fc.weight' or 'model.layers.1.eh_proj.weight'"),
         ("glm4_moe", {f"{B}enorm.weight": torch.zeros(9)}, r"enorm.weight' is \[9\], expected \[64\] in "),
-        (
-            "glm4_moe",
-            {f"{B}mlp.experts.3.up_proj.weight": None},
-            "experts.3.up_proj.weight'; expected it in the MTP",
-        ),
+        ("glm4_moe", {f"{B}mlp.experts.3.up_proj.weight": None}, "experts.3.up_proj.weight'; expected it in the MTP"),
         ("glm4_moe", {f"{B}mlp.experts.3.up_proj.weight": torch.zeros(31, H)}, r"3.up_proj.weight' is \[31, 64\]"),
         ("glm4_moe", {f"{B}mlp.experts.8.up_proj.weight": torch.zeros(32, H)}, "is not part of the MTP layer"),
         ("deepseek_v3", {f"{B}self_attn.kv_b_proj.weight": None}, "no tensor 'layers.0.self_attn.kv_b_proj.weight'"),

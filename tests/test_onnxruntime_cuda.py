@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from specexport.verify.bundle import check_graphs
 from tests.checkpoints import make_checkpoint
 from tests.cuda_stand_in import StandIn
 from tests.manifests import put
-from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu, installed
-from tests.step_program import GREEDY, SAMPLED, TYPICAL, for_onnxruntime, same
+from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu
+from tests.step_program import GREEDY, SAMPLED, TYPICAL, same
 from tests.streams import started
 
 pytestmark = pytest.mark.exporter  # the step program's graphs
@@ -52,6 +52,7 @@ WAYS = {
     "dice-medusa-draft": ("medusa_draft",),
     "dice-mlp": ("mlp_speculator",),
     "dice-eagle3": ("eagle3",),
+    "dice-eagle3-portable": ("eagle3",),
     "dice-dflash": ("dflash",),
     "dice-dflash-portable": ("dflash",),
     "dice-mtp-cuda": ("mtp",),
@@ -60,24 +61,9 @@ WAYS = {
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnnxRuntimeGpu]:
-    with installed(monkeypatch) as module:
-        yield module
-
-
-@pytest.fixture
-def load(
-    bundle: Callable[[str], Path], shared_accept_graphs: None, gpu: OnnxRuntimeGpu, tmp_path: Path
-) -> Callable[..., Engine]:
+def load(cuda_bundle: Callable[[str], Path]) -> Callable[..., Engine]:
     """Loads a copy of a bundle as one that was built for onnxruntime-cuda."""
-
-    def get(name: str, **options: Any) -> Engine:
-        folder = tmp_path / name
-        if not folder.exists():
-            for_onnxruntime(Path(shutil.copytree(bundle(name), folder)))
-        return Engine.load(folder, check_hashes=False, **options)
-
-    return get
+    return lambda name, **options: Engine.load(cuda_bundle(name), check_hashes=False, **options)
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
@@ -125,36 +111,6 @@ def test_texts_of_fused_attention_equal_the_cpus(
             same(on_gpu.generate(prompt, params, WAYS[name][0]), cpu.generate(prompt, params, WAYS[name][0]))
 
 
-@pytest.mark.parametrize(("name", "launches"), [("dice-eagle3", 1), ("dice-eagle3-portable", 5)])
-def test_eagle3_drafts_in_the_step(
-    name: str, launches: int, load: Callable[[str], Engine], bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu
-) -> None:
-    """Natively all of it is one launch; portably its rows are copied between the calls, which are launched one by one.
-
-    A request's first step has its draft begin behind the prompt, which is a run of its own, like the prompt's chunk.
-    """
-    with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
-        for params in (GREEDY, SAMPLED):
-            for prompt in ([7, 9, 11], [7, 9, 11, 5, 8], list(range(3, 12)) * 4):
-                for tokens in (8, 3):
-                    speculation = {"method": "eagle3", "num_speculative_tokens": tokens}
-                    before = gpu.cuda.launches
-                    texts = on_gpu.generate(prompt, params, speculation)
-                    assert gpu.cuda.launches - before <= launches * texts.stats.steps + 2
-                    same(texts, cpu.generate(prompt, params, speculation))
-
-
-def test_eagle3_drafts_for_several_at_once(load: Callable[..., Engine], engine: Callable[[str], Engine]) -> None:
-    name, prompts = "dice-eagle3-batch", [[7, 9, 11], [5] * 20, [7, 9], [3, 4, 5, 6, 7], [8], [7, 9, 11, 5]]
-    with load(name, max_batch_size=4) as on_gpu:
-        streams = started(on_gpu.stream(prompt, GREEDY, "eagle3") for prompt in prompts)
-        texts = [complete(stream) for stream in streams]
-    assert [loaded.token_ids for loaded in texts] == [
-        engine(name).generate(loaded, GREEDY, PLAIN).token_ids for loaded in prompts
-    ]
-    assert sum(loaded.stats.accepted for loaded in texts) > 0
-
-
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree-portable"])
 def test_reads_prompts_in_chunks_and_lets_texts_grow(
     name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]
@@ -174,7 +130,9 @@ def test_reads_embeddings(load: Callable[[str], Engine], engine: Callable[[str],
             same(on_gpu.generate(prompt, GREEDY), engine("granite-embeds").generate(prompt, GREEDY))
 
 
-@pytest.mark.parametrize("name", ["dice-mixed-batch", "dice-mixed-batch-portable", "dice-mlp-batch"])
+@pytest.mark.parametrize(
+    "name", ["dice-mixed-batch", "dice-mixed-batch-portable", "dice-mlp-batch", "dice-eagle3-batch"]
+)
 def test_the_device_decides_for_several_at_once(
     name: str, load: Callable[..., Engine], bundle: Callable[[str], Path]
 ) -> None:
@@ -212,17 +170,6 @@ def test_any_thread_may_ask(
             same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))
             assert ours.stats.execution == on_gpu.backend.execution == ("graph per step" if captures else "plain")
         assert captures or "cudaStreamEndCapture failed" in on_gpu.backend.fallback
-
-
-def test_a_step_is_one_launch_and_one_wait(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
-    with load("dice-mixed") as on_gpu:
-        on_gpu.generate([5, 6, 7, 8], GREEDY)
-        gpu.cuda.calls.clear()
-        gpu.runs = 0
-        with gpu.cuda.sealed():
-            done = on_gpu.generate([5, 6, 7, 8], GREEDY)  # nothing of the prompt is read again
-        assert gpu.cuda.calls == ["cudaGraphLaunch", "cudaStreamSynchronize"] * done.stats.steps
-        assert gpu.runs == 0
 
 
 def test_logits_stay_on_the_device_unless_the_host_looks_into_them(

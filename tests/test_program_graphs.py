@@ -105,13 +105,26 @@ def run(session: Any, slots: list[dict[str, np.ndarray]]) -> list[tuple[list[int
     """Path and tokens of each slot."""
     batch = {name: np.stack([slot[name] for slot in slots]) for name in slots[0]}
     counts, tokens, paths = session.run([tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH], batch)
-    accepted = []
+    parts = []
     for count, row, path in zip(counts, tokens, paths, strict=True):
         assert path[0] == 0
         assert not path[count + 1 :].any()
         assert not row[count + 1 :].any()
-        accepted.append((path[1 : count + 1].tolist(), row[: count + 1].tolist()))
-    return accepted
+        parts.append((path[1 : count + 1].tolist(), row[: count + 1].tolist()))
+    return parts
+
+
+def accepted(
+    tree: TokenTree, logits: np.ndarray, tokens: np.ndarray, q: Distributions | None, params: SamplingParams, noise: Any
+) -> tuple[list[int], list[int]]:
+    """Path and tokens by the runtime's own functions."""
+    if params.greedy:
+        path, bonus = accept_greedy(logits, tree, tokens)
+    elif params.acceptance == "typical":
+        path, bonus = accept_typical(logits, tree, tokens, params, float(noise[0]))
+    else:
+        path, bonus = accept_sampled(logits, tree, tokens, q, params, noise.astype(np.float64))
+    return path, [*(int(tokens[node - 1]) for node in path), bonus]
 
 
 def drafted(
@@ -139,11 +152,7 @@ def test_accept_graph_equals_numpy(sessions: dict[int, Any], tree: TokenTree, se
         tokens, q = drafted(tree, logits, params, random)
         noise = random.random(len(tree), np.float32)
         slots.append(feed(tree, logits, tokens, q, params, noise))
-        if params.greedy:
-            path, bonus = accept_greedy(logits, tree, tokens)
-        else:
-            path, bonus = accept_sampled(logits, tree, tokens, q, params, noise.astype(np.float64))
-        expected.append((path, [*(int(tokens[node - 1]) for node in path), bonus]))
+        expected.append(accepted(tree, logits, tokens, q, params, noise))
     assert run(sessions[CANDIDATES], slots) == expected
 
 
@@ -158,12 +167,8 @@ def test_tokens_chosen_without_drawing_have_q_of_one(sessions: dict[int, Any], t
     tokens = ranked[np.array(tree.parents[1:]), rank]  # siblings are different tokens
     noise = random.random(len(tree), np.float32)
     certain = Distributions(tokens[:, None], np.ones((len(tokens), 1), np.float32))
-    if params.greedy:
-        path, bonus = accept_greedy(logits, tree, tokens)
-    else:
-        path, bonus = accept_sampled(logits, tree, tokens, None, params, noise.astype(np.float64))
     outputs = run(sessions[1], [feed(tree, logits, tokens, certain, params, noise)])
-    assert outputs == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+    assert outputs == [accepted(tree, logits, tokens, None, params, noise)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -178,13 +183,8 @@ def test_ties_and_thresholds_are_kept_as_numpy_keeps_them(sessions: dict[int, An
     certain = Distributions(tokens[:, None], np.ones((1, 1), np.float32))
     for last in np.linspace(0.003, 0.997, 12, dtype=np.float32):
         noise = np.array([0.999, last], np.float32)
-        path, bonus = (
-            accept_greedy(logits, chain, tokens)
-            if params.greedy
-            else accept_sampled(logits, chain, tokens, None, params, noise.astype(np.float64))
-        )
         outputs = run(sessions[1], [feed(chain, logits, tokens, certain, params, noise)])
-        assert outputs == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+        assert outputs == [accepted(chain, logits, tokens, None, params, noise)]
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.5, 2.0, 8.0])
@@ -226,8 +226,7 @@ def test_greedy_acceptance_has_a_separate_graph(greedy: Any, tree: TokenTree, se
         tensors.TREE_MASK: mask,
         tensors.DRAFT_TOKENS: np.concatenate([tokens, firsts[len(tree) :]]),
     }
-    path, bonus = accept_greedy(logits[: len(tree)], tree, tokens)
-    assert run(greedy, [slot]) == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+    assert run(greedy, [slot]) == [accepted(tree, logits[: len(tree)], tokens, None, params_of(0), None)]
 
 
 @pytest.mark.parametrize(
@@ -251,23 +250,19 @@ def test_a_graph_has_few_operators(
 @given(trees(), st.integers(0, 10**6))
 def test_typical_acceptance_graph_equals_numpy(typical: Any, tree: TokenTree, seed: int) -> None:
     random = np.random.default_rng(seed)
-    params = params_of(seed).replace(
-        acceptance="typical",
-        posterior_threshold=float(random.uniform(0, 0.3)),
-        posterior_alpha=float(random.uniform(0, 1)),
-    )
+    threshold, alpha = random.uniform(0, 0.3), random.uniform(0, 1)
+    params = params_of(seed).replace(acceptance="typical", posterior_threshold=threshold, posterior_alpha=alpha)
     if params.greedy:
         params = params.replace(temperature=1.0)
     logits = random.normal(0, 1.5, (len(tree), 30)).astype(np.float32)
     ranked = np.argsort(-logits - random.normal(0, 0.7, logits.shape))
     tokens = ranked[np.array(tree.parents[1:]), tree.ranks[1:]]  # siblings differ, as they do in any proposal
     noise = random.random(1, np.float32)
-    path, bonus = accept_typical(logits, tree, tokens, params, float(noise[0]))
     slot = feed(tree, logits, tokens, Distributions(tokens[:, None], np.ones((len(tokens), 1))), params, noise)
     slot = {name: value for name, value in slot.items() if name not in (tensors.DRAFT_IDS, tensors.DRAFT_PROBS)}
     slot[tensors.THRESHOLD] = np.float32(params.posterior_threshold)
     slot[tensors.ALPHA] = np.float32(params.posterior_alpha)
-    assert run(typical, [slot]) == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+    assert run(typical, [slot]) == [accepted(tree, logits, tokens, None, params, noise)]
 
 
 @given(trees(), st.integers(0, 10**6))

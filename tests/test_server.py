@@ -433,12 +433,7 @@ CUT = {"type": "function", "name": "f", "parameters": {"title": HALF}}
         ("responses", {"input": [{"type": None}]}, "input.0.role", "missing"),
         ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
         ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages.0", "content is missing"),
-        (
-            "chat/completions",
-            {"response_format": {"type": "xml"}},
-            "response_format.type",
-            "expected one of 'text',",
-        ),
+        ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type", "expected one of 'text',"),
         ("chat/completions", {"response_format": {}}, "response_format.type", "is missing"),
         (
             "chat/completions",

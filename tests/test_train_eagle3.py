@@ -19,13 +19,7 @@ from specexport.graphs.attention import lowering
 from specexport.graphs.layers import recorded_states
 from specexport.methods.eagle3 import Eagle3Training
 from specexport.methods.eagle3.export import read_eagle3, save_eagle3
-from specexport.methods.eagle3.train import (
-    _TrainingTimeTest,
-    draft_losses,
-    initial_draft,
-    new_draft,
-    train_eagle3,
-)
+from specexport.methods.eagle3.train import _TrainingTimeTest, draft_losses, initial_draft, new_draft, train_eagle3
 from specexport.training.predictions import measure_accuracy, weighted_loss
 from specexport.training.run import load_model
 from tests.checkpoints import GROUPED, VOCAB, make_eagle3

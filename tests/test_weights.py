@@ -21,13 +21,7 @@ from specexport.exporter.checkpoints.stored import Blocks, Factors, QuantizedTen
 from specexport.exporter.external_data import pack_int4
 from specexport.exporter.options import QUANTIZED, BuildOptions, Storage
 from specexport.exporter.passes.tensorrt import restore_tables
-from specexport.exporter.quantize import (
-    apply_scales,
-    column_scales,
-    fit_blocks,
-    fits_half,
-    quantize_blocks,
-)
+from specexport.exporter.quantize import apply_scales, column_scales, fit_blocks, fits_half, quantize_blocks
 from specexport.exporter.weights import WeightsFile
 from tests.checkpoints import make_checkpoint
 
