@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +21,7 @@ from specexport.contract.engines import LARGEST_TOP_K
 from specexport.contract.model import CacheLayer
 from specexport.contract.tree import TokenTree
 from specexport.exporter.trace import trace_commit, trace_fill
+from specexport.graphs.propose import most_probable
 from specexport.methods.mlp_speculator import MlpSpeculatorProposer
 from specexport.runtime import SamplingParams
 from specexport.runtime.proposal import drawn
@@ -378,3 +381,33 @@ def test_a_commit_moves_the_rows_of_the_path_and_no_others_that_are_seen() -> No
             length, nodes = past[slot], path[slot, : kept[slot]]
             np.testing.assert_array_equal(moved[slot, :, :length], before[slot, :, :length])
             np.testing.assert_array_equal(moved[slot, :, length : length + len(nodes)], before[slot][:, length + nodes])
+
+
+# --- the most probable tokens -----------------------------------------------------------------------------------------
+
+
+class MostProbable(torch.nn.Module):
+    def forward(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return most_probable(logits, 10)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "block"), [(1 << 14, 128), (29 * 600, 120), (29 * 1733, 29), (16_411, None), (11, None)]
+)
+def test_the_most_probable_tokens_are_found_and_ties_go_to_the_lower_id(
+    tmp_path: Path, vocab: int, block: int | None
+) -> None:
+    program = torch.onnx.export(
+        MostProbable().eval(), (torch.zeros(2, 3, vocab),), dynamo=True, opset_version=20, verbose=False
+    )
+    program.save(tmp_path / "model.onnx")
+    shapes = [value.shape for node in ir.load(tmp_path / "model.onnx").graph for value in node.outputs]
+    divided = [tuple(shape) for shape in shapes if shape is not None and len(shape) > 3]
+    assert divided[:1] == ([(2, 3, vocab // block, block)] if block else [])
+    random, session = np.random.default_rng(vocab), ort.InferenceSession(str(tmp_path / "model.onnx"))
+    for spread in (0.3, 3.0, 300.0):  # many ties, some, and few
+        logits = np.rint(random.standard_normal((2, 3, vocab)) * spread).astype(np.float32)
+        best, ids = session.run(None, {session.get_inputs()[0].name: logits})
+        expected = np.argsort(-logits, axis=-1, kind="stable")[..., :10]
+        assert np.array_equal(ids, expected)
+        assert np.array_equal(best, np.take_along_axis(logits, expected, -1))
