@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +75,13 @@ def chi_square_p(texts: Sequence[Text], exact: dict[Text, float]) -> float:
     assert len(pooled) > 3, "too few bins to tell distributions apart"
     expected_counts, counts = np.array(pooled).T
     return float(stats.chisquare(counts, expected_counts * (len(texts) / expected_counts.sum())).pvalue)
+
+
+def same_p(*counts: Counter[Any]) -> float:
+    """How probable it is that histograms differ as they do if one distribution made them; what is rare is left out."""
+    common = [text for text in set().union(*counts) if sum(histogram[text] for histogram in counts) >= 10]
+    assert len(common) > 1
+    return float(stats.chi2_contingency([[histogram[text] for text in common] for histogram in counts]).pvalue)
 
 
 def prefix_p_values(texts: Sequence[Text], exact: dict[Text, float]) -> list[float]:

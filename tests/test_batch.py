@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -336,26 +335,6 @@ def test_threads_share_the_slots(generous: Callable[..., Engine]) -> None:
     request = prompts(9, 40, 80)
     alone = [first.generate(prompt, GREEDY).token_ids for prompt in request]
     assert in_threads(12, 40, lambda number: first.generate(request[number], GREEDY).token_ids) == alone
-
-
-@pytest.mark.parametrize("options", ["close", "cancel", "drop"])
-def test_unread_requests_free_their_slots(options: str, generous: Callable[..., Engine]) -> None:
-    first = generous("llama-near-batch")
-    streams = [first.stream(prompt, GREEDY.replace(max_tokens=300)) for prompt in prompts(4, SLOTS, 20)]
-    for stream in streams:
-        next(stream)
-    for stream in streams[:-1]:
-        if options != "drop":
-            getattr(stream, options)()
-    del stream
-    last = streams.pop()
-    streams.clear()
-    gc.collect()
-    next(last)
-    while len(first._scheduler._running) > 1:
-        next(last)
-    assert last.stats.output_tokens < 250
-    assert len(window([last._request.view.slot], first._target.sizes)) == 1
 
 
 def test_an_error_in_a_step_ends_its_requests_and_no_others(

@@ -6,9 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -548,29 +545,6 @@ def test_a_build_that_fails_leaves_nothing(checkpoint: Path, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(BuildError):
         build(checkpoint, tmp_path / "bundle", methods=[{"model": str(tmp_path / "nowhere")}])
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.exporter
-def test_killed_builds_leave_no_bundle(checkpoint: Path, tmp_path: Path) -> None:
-    program = f"""
-import os, signal
-from pathlib import Path
-from specexport.exporter.build import build
-from specexport.exporter.options import BuildOptions
-def progress(step, done, total):
-    if "writing the target's weights" in step and done == total:
-        os.kill(os.getpid(), signal.SIGKILL)
-build(BuildOptions(target={str(checkpoint)!r}, output=Path({str(tmp_path / "bundle")!r})), progress)
-"""
-    killed = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert not (tmp_path / "bundle").exists()
-    assert not list(tmp_path.rglob(MANIFEST_NAME))
-    # What was half written goes when the next build there begins, even if that one fails too.
-    assert list(tmp_path.rglob("weights.bin"))
-    with pytest.raises(Interrupted):
-        build(checkpoint, tmp_path / "bundle", stop_at="loading the target")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from specexport.exporter.passes import onnxruntime_cuda
 from specexport.runtime import EmbedsPrompt, Engine
 from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.request import Completion, complete
+from specexport.runtime.request import complete
 from specexport.runtime.speculative import PLAIN
 from specexport.verify.bundle import check_graphs
 from tests.checkpoints import make_checkpoint
@@ -153,25 +152,6 @@ def test_the_device_decides_for_several_at_once(
 # --- how it runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("captures", [True, False])
-def test_any_thread_may_ask(
-    captures: bool, load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
-) -> None:
-    """Sessions run on one thread, which the stand-in checks; nothing is captured or run twice for another one."""
-    gpu.cuda.refuse_capture = not captures
-    with load("dice-near") as on_gpu:
-        completions: list[Completion] = []
-        for _ in range(2):
-            thread = threading.Thread(target=lambda: completions.append(on_gpu.generate([7, 9, 11], SAMPLED)))
-            thread.start()
-            thread.join()
-        completions.append(on_gpu.generate([7, 9, 11], SAMPLED))
-        for ours in completions:
-            same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))
-            assert ours.stats.execution == on_gpu.backend.execution == ("graph per step" if captures else "plain")
-        assert captures or "cudaStreamEndCapture failed" in on_gpu.backend.fallback
-
-
 def test_logits_stay_on_the_device_unless_the_host_looks_into_them(
     load: Callable[[str], Engine], gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,11 +269,6 @@ def test_too_small_a_part_of_the_memory(load: Callable[..., Engine], gpu: OnnxRu
     for wrong in (0.0, 1.5):
         with pytest.raises(RequestError, match=f"gpu_memory_utilization is {wrong}"):
             load("llama-near", gpu_memory_utilization=wrong)
-
-
-def test_unknown_backend_is_named(bundle: Callable[[str], Path]) -> None:
-    with pytest.raises(BackendError, match="no backend 'cuda'; expected one of onnxruntime, onnxruntime-cuda"):
-        Engine.load(bundle("llama-near"), backend="cuda")
 
 
 def test_the_wrong_onnxruntime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from specexport.exporter.options import BuildOptions
 from specexport.graphs.rotary import take_one_position_row
 from specexport.graphs.step import StepModule
 from tests.checkpoints import make_checkpoint, make_eagle3, make_model
-from tests.test_streamed import hashes
+from tests.test_weights import hashes
 
 pytestmark = pytest.mark.exporter
 

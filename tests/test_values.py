@@ -13,7 +13,7 @@ import pytest
 from specexport import LLM, SamplingParams
 from specexport.contract.errors import RequestError
 from specexport.contract.values import token_ids
-from specexport.runtime import EmbedsPrompt, Engine
+from specexport.runtime import Engine
 
 NAME = "llama-near"
 IDS = [5, 6, 7, 8]
@@ -76,11 +76,6 @@ def test_a_hypothesis_is_an_array(engine: Callable[[str], Engine]) -> None:
         assert done.stats.accepted > 0
     done = engine(NAME).generate(IDS, GREEDY, {"num_speculative_tokens": np.int64(2)})
     assert done.stats.drafted
-
-
-def test_token_ids_of_a_prompt_with_embeddings(engine: Callable[[str], Engine]) -> None:
-    with pytest.raises(RequestError, match="built without --inputs-embeds"):
-        engine(NAME).encode(EmbedsPrompt([np.array([IDS])]))
 
 
 @pytest.mark.parametrize(
