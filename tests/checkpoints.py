@@ -4,8 +4,6 @@ They say nothing sensible, but everything a family's code can do differently occ
 biases that are not what they are initialised to, windows shorter than a test's texts.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

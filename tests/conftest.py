@@ -1,7 +1,5 @@
 """Bundles for the tests, made once a session, or taken ready-made where torch is not installed."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Which processes run ranks of a split target."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the runtime is compared with: its definitions written out slowly, and the statistics of sampled texts."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

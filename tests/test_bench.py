@@ -1,11 +1,8 @@
 """The comparison of a bundle's methods, what is suggested for a target, and ``python -m benchmarks``."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,8 @@ from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine
 from specexport.runtime import step as step_module
 from specexport.runtime.request import Completion
+from tests.fixtures import Bundles, Engines
 
-Engines = Callable[[str], Engine]
 NAME = "qwen3-lookup"
 
 
@@ -49,9 +46,7 @@ def test_tasks_are_read(engine: Engines, tmp_path: Path) -> None:
         read_tasks(encode, [tmp_path / "none.jsonl"], 4, 64)
 
 
-def test_bench(
-    bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench(bundle: Bundles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # The default is compared where costs are measured, as they are outside these tests.
     monkeypatch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", True)
     folder = str(bundle(NAME))
@@ -84,7 +79,7 @@ def test_bench(
 
 
 def test_lossy_methods_are_detected(
-    engine: Engines, monkeypatch: pytest.MonkeyPatch, bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    engine: Engines, monkeypatch: pytest.MonkeyPatch, bundle: Bundles, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = step_module.accept_greedy
 
@@ -103,7 +98,7 @@ def test_lossy_methods_are_detected(
 
 
 def test_figures_that_contradict_each_other_are_named(
-    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Bundles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["bench", str(bundle(NAME)), "--methods", "suffix", "--prompts", "1", "--prompt-tokens", "32", "-n", "8"]
     real = Result.add
@@ -130,7 +125,7 @@ def test_figures_that_contradict_each_other_are_named(
     assert "another process" not in capsys.readouterr().err
 
 
-def test_memory_is_that_of_weights_and_cache(bundle: Callable[[str], Path]) -> None:
+def test_memory_is_that_of_weights_and_cache(bundle: Bundles) -> None:
     manifest = read_manifest(bundle(NAME))
     draft, ngram, *_ = manifest.methods
     files = {file.path: file.size for file in manifest.files}

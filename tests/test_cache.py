@@ -1,7 +1,5 @@
 """Bundles built on first use: once, whole, for what was asked of what checkpoints, by the same exporter."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import resource
@@ -26,6 +24,7 @@ from specexport.contract.reading import check_files, read_manifest
 from specexport.exporter import records as module
 from specexport.exporter.records import PACKAGES, RECORDS, Records, fingerprint
 from tests.checkpoints import VOCAB, make_checkpoint
+from tests.fixtures import Bundles
 from tests.make_bundles import DICE
 
 pytestmark = pytest.mark.exporter
@@ -34,7 +33,7 @@ SMALL = {**DICE, "vocab_size": VOCAB}
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Callable[[str], Path]) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Bundles) -> Path:
     monkeypatch.setattr(Builds, "made", bundle("dice-ngram"), raising=False)
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"

@@ -1,7 +1,5 @@
 """The command line: what users type and what they read back."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json
@@ -9,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,12 +19,13 @@ from specexport.commands.flags import UsageError, add_method_arguments, asked_me
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
 from specexport.contract.reading import read_manifest, write_manifest
+from tests.fixtures import Bundles
 
 PROMPT = "one two three"
 
 
 @pytest.fixture
-def folder(bundle: Callable[[str], Path]) -> str:
+def folder(bundle: Bundles) -> str:
     return str(bundle("llama-near"))
 
 
@@ -78,11 +77,7 @@ def test_run_without_speculation_says_the_same(folder: str, capsys: pytest.Captu
     ],
 )
 def test_methods_over_text_say_the_same_and_are_shown(
-    name: str,
-    ways: tuple[str, ...],
-    lines: tuple[str, ...],
-    bundle: Callable[[str], Path],
-    capsys: pytest.CaptureFixture[str],
+    name: str, ways: tuple[str, ...], lines: tuple[str, ...], bundle: Bundles, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, texts = ["run", str(bundle(name)), "-p", "one two one two one", "-n", "16", "--temperature", "0"], []
     for way in ("--no-speculation", *ways):
@@ -94,9 +89,7 @@ def test_methods_over_text_say_the_same_and_are_shown(
     assert all(line in shown for line in lines)
 
 
-def test_trees_of_methods_over_text(
-    bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trees_of_methods_over_text(bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(bundle("qwen3-lookup")), "--tree", "--method", "suffix"]) == 0
     assert "9 nodes with the root, depth 8, 1 path\n" in capsys.readouterr().out
     manifest = read_manifest(bundle("qwen3-lookup"))

@@ -1,10 +1,5 @@
 """Commits, and caches that grow: always what a cache would hold had the text been read from its start."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -17,6 +12,7 @@ from specexport.runtime.backend import BackendOptions, Graph, RunShape, open_bac
 from specexport.runtime.backends.onnxruntime.cache import GrowingCache
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import SlotView
+from tests.fixtures import Bundles
 
 NODES, STEPS, VOCAB = 8, 300, 120
 POISON = 1e6
@@ -24,7 +20,7 @@ TOLERANCE = 2e-5  # steps of another width sum in another order
 
 
 @pytest.fixture(params=["llama-near", "llama-near-portable"])
-def graphs(bundle: Callable[[str], Path], request: pytest.FixtureRequest) -> tuple[Graph, Graph]:
+def graphs(bundle: Bundles, request: pytest.FixtureRequest) -> tuple[Graph, Graph]:
     opened = Bundle.open(bundle(request.param))
     first, second = (open_target(opened, threads=1) for _ in range(2))
     return first, second
@@ -90,7 +86,7 @@ def test_rows_of_accepted_paths_are_those_of_the_text(graphs: tuple[Graph, Graph
 
 
 @pytest.mark.parametrize("name", ["llama-near-batch", "llama-near-batch-portable"])
-def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Callable[[str], Path]) -> None:
+def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Bundles) -> None:
     """Two slots of a window."""
     opened = Bundle.open(bundle(name))
     graph = open_target(opened, 2, threads=1)
@@ -124,7 +120,7 @@ def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Call
         assert (cache[:, :, NODES:] == POISON).all()
 
 
-def test_portable_drafts_commit_only_input_rows(bundle: Callable[[str], Path]) -> None:
+def test_portable_drafts_commit_only_input_rows(bundle: Bundles) -> None:
     """K - 1 of its own tokens and those it had not seen; the padding of a prefill chunk is never written."""
     opened = Bundle.open(bundle("llama-near-portable"))
     (method,) = opened.manifest.methods

@@ -1,7 +1,5 @@
 """A checkpoint's configurations, and a draft's, are refused by field, before anything is made of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,11 +1,9 @@
 """Outputs bound to JSON schemas: the mask at every node, and what speculation must not change."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis
@@ -19,9 +17,9 @@ from specexport.runtime import Engine, RequestError, SamplingParams, step
 from specexport.runtime.constraint import Grammars, _without_idle_keywords
 from specexport.runtime.proposal import Proposal, SlotView
 from specexport.runtime.speculative import PLAIN
+from tests.fixtures import Engines
 from tests.reference import same_p
 
-Engines = Callable[[str], Engine]
 PROMPT = (17, 180, 33, 250)
 # Random models like whitespace as much as anything else, and would never come to an end.
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}

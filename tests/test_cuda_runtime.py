@@ -1,7 +1,5 @@
 """The CUDA layer against a recording stand-in (``tests/cuda_stand_in.py``): there is no GPU here."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import itertools

@@ -1,9 +1,6 @@
 """Drafts with another tokenizer, whose text is translated, and the target's own first layers: the same text."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from specexport.runtime.proposal import Proposal, Proposer, SlotView
 from specexport.runtime.speculative import PLAIN
 from specexport.verify.bundle import verify
 from tests.checkpoints import make_checkpoint
+from tests.fixtures import Bundles, Engines
 from tests.manifests import Document, rewritten
 from tests.ways import ways
 
@@ -131,7 +129,7 @@ def test_decoding_is_lossless(tmp_path: Path) -> None:
         build(BuildOptions(methods=ways(draft=draft, universal_draft=draft), **options, overwrite=True))
 
 
-def test_the_tokenizer_must_be_listed(tmp_path: Path, bundle: Callable[[str], Path]) -> None:
+def test_the_tokenizer_must_be_listed(tmp_path: Path, bundle: Bundles) -> None:
     from specexport.contract.errors import BundleError
 
     folder = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
@@ -144,12 +142,11 @@ def test_the_tokenizer_must_be_listed(tmp_path: Path, bundle: Callable[[str], Pa
 # --- the target's first layers ----------------------------------------------------------------------------------------
 
 
-Engines = Callable[[str], Engine]
 NAME = "gemma2-self"
 
 
 @pytest.mark.exporter
-def test_it_is_the_targets_first_layers(bundle: Callable[[str], Path], engine: Engines) -> None:
+def test_it_is_the_targets_first_layers(bundle: Bundles, engine: Engines) -> None:
     report = verify(bundle(NAME), prompts=("one two three", "some words of it"), max_tokens=12)
     assert report.verdict == "passed", report
     names = [check.name for check in report.checks]
@@ -193,7 +190,7 @@ def test_layers_it_cannot_have_are_refused(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.exporter
-def test_its_shape_points_are_checked(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_its_shape_points_are_checked(bundle: Bundles, tmp_path: Path) -> None:
     folder = shutil.copytree(bundle(NAME), tmp_path / "bundle")
 
     def narrow(document: Document) -> None:

@@ -34,6 +34,7 @@ from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.training.predictions import measure_accuracy, weighted_loss
 from specexport.training.run import load_model
 from tests.checkpoints import GROUPED, VOCAB, make_eagle3
+from tests.fixtures import Bundles
 from tests.hidden_states import GREEDY, Formulas, TwoSlots, changed, require_drafted
 from tests.quantized import FORMATS
 from tests.training import CPU, LANGUAGE, silent, train_on_language, training_options, windows_of
@@ -272,9 +273,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_makes_the_rows_that_are_missing_alone(
-    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_makes_the_rows_that_are_missing_alone(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU a run is as wide as the text has grown, not as wide as the deepest tree may make it grow."""
     lengths: list[int] = []
     widths: list[int] = []

@@ -1,7 +1,5 @@
 """Texts into tokens, long ones refused early, and where in a text the tokens of a completion begin."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

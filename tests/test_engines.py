@@ -1,10 +1,7 @@
 """Engines: real builds with TensorRT-RTX, which needs no GPU to compile, and what is compiled against onnxruntime."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ from specexport.runtime import Engine as SpecEngine
 from specexport.runtime import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.engine_bundles import SMALL
+from tests.fixtures import Bundles
 
 pytestmark = pytest.mark.exporter
 
@@ -39,8 +37,6 @@ DEVICES = ((8, 6), (8, 9), (12, 0))
 RTX = CompileOptions("tensorrt-rtx", compute_capability=((8, 9),))
 """For one device, which compiles in less time."""
 PROMPT = "people went back home and"
-
-Bundles = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")

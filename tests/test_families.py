@@ -1,7 +1,5 @@
 """Every supported model family computes in its graphs what transformers does; every other one is refused by name."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

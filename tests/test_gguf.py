@@ -1,7 +1,5 @@
 """GGUF files: what they hold is built as it is; transformers reading the same file is the oracle."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The acceptance script: it says so where there is no GPU, and its checks work on an imaginary one."""
 
-from __future__ import annotations
-
 import json
 import math
 import multiprocessing
@@ -27,6 +25,7 @@ from specexport.runtime.backends.cuda import api
 from specexport.runtime.backends.cuda.graph import DeviceGraph
 from specexport.runtime.backends.cuda.memory import DeviceCache
 from tests.cuda_stand_in import StandIn, real
+from tests.fixtures import Bundles
 from tests.onnxruntime_stand_in import Binding, OnnxRuntimeGpu, Session
 
 pytestmark = pytest.mark.exporter  # bundles for onnxruntime-cuda are made here
@@ -144,7 +143,7 @@ def _verdicts(findings: list[checks.Finding]) -> list[bool | None]:
 
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree-portable"])
-def test_checks_pass_on_a_correct_gpu(name: str, cuda_bundle: Callable[[str], Path]) -> None:
+def test_checks_pass_on_a_correct_gpu(name: str, cuda_bundle: Bundles) -> None:
     folder = cuda_bundle(name)
     assert _verdicts(checks.loads(folder)) == [None, True, True]
     assert _verdicts(checks.parity(folder, TEXTS)) == [True] * 4
@@ -152,7 +151,7 @@ def test_checks_pass_on_a_correct_gpu(name: str, cuda_bundle: Callable[[str], Pa
     assert _verdicts(checks.capture(folder, TEXTS, 20)) == [True] * 4
 
 
-def test_wrong_logits_are_found(cuda_bundle: Callable[[str], Path], after_runs: Callable[[Disturb], None]) -> None:
+def test_wrong_logits_are_found(cuda_bundle: Bundles, after_runs: Callable[[Disturb], None]) -> None:
     folder = cuda_bundle("llama-near")
     assert _verdicts(checks.sampled(folder, TEXTS, 150)) == [True]
     after_runs(_raise_a_logit)
@@ -160,7 +159,7 @@ def test_wrong_logits_are_found(cuda_bundle: Callable[[str], Path], after_runs: 
     assert _verdicts(checks.sampled(folder, TEXTS, 150)) == [False]
 
 
-def test_a_mixture_may_choose_other_experts_rarely(cuda_bundle: Callable[[str], Path]) -> None:
+def test_a_mixture_may_choose_other_experts_rarely(cuda_bundle: Bundles) -> None:
     theirs = np.random.default_rng(0).standard_normal((40, 8)).astype(np.float32)
     ours = theirs + np.float32(1e-3)
     for wrong, passed in ((0, [True, True]), (1, [False, True]), (2, [False, True]), (3, [False, False])):
@@ -176,9 +175,7 @@ def test_a_mixture_may_choose_other_experts_rarely(cuda_bundle: Callable[[str], 
         assert allowed.positions == positions
 
 
-def test_rows_committed_at_wrong_places_are_found(
-    cuda_bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_committed_at_wrong_places_are_found(cuda_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the host's copies: the rows of the tree's first nodes instead of the path's."""
     move = DeviceCache.move
 
@@ -190,9 +187,7 @@ def test_rows_committed_at_wrong_places_are_found(
         assert _verdicts(checks.tree_commit(cuda_bundle(name), TEXTS)) == [False]
 
 
-def test_a_commit_graph_that_moves_nothing_is_found(
-    cuda_bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_graph_that_moves_nothing_is_found(cuda_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Session.run_with_iobinding
 
     def without_commits(self: Session, binding: Binding, options: Any) -> None:
@@ -203,9 +198,7 @@ def test_a_commit_graph_that_moves_nothing_is_found(
     assert _verdicts(checks.parity(cuda_bundle("gpt2-tree"), TEXTS)) == [True, True, True, False]
 
 
-def test_slots_that_spoil_each_other_are_found(
-    cuda_bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_that_spoil_each_other_are_found(cuda_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step writes over the first rows of a slot that it has no part in, as its prompt is just being read."""
 
     def spoiling(self: Any, shape: RunShape, rows: int = 0) -> dict[str, Any]:
@@ -221,7 +214,7 @@ def test_slots_that_spoil_each_other_are_found(
 
 
 def test_captures_that_say_something_else_are_found(
-    cuda_bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu, after_runs: Callable[[Disturb], None]
+    cuda_bundle: Bundles, gpu: OnnxRuntimeGpu, after_runs: Callable[[Disturb], None]
 ) -> None:
     def only_captured(session: Session, binding: Binding) -> None:
         if gpu.cuda.capturing:
@@ -232,7 +225,7 @@ def test_captures_that_say_something_else_are_found(
 
 
 def test_refused_captures_and_leaks_are_found(
-    cuda_bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
+    cuda_bundle: Bundles, gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = StandIn.cudaGraphLaunch
 

@@ -1,7 +1,5 @@
 """Operators that the kernels claim, in small graphs: the numbers are onnxruntime's, and what does not fit is said."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which kernels compute on the CPU: found, said in one line, turned off, done without; and their own tests."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re
@@ -10,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +18,7 @@ from specexport.cli import main
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.onnxruntime import kernels
 from specexport.runtime.backends.onnxruntime.kernels import PackedWeights
+from tests.fixtures import Bundles
 
 ALONE = "onnxruntime's alone, where texts may differ at two tokens that are about equally likely: "
 MISSING = ALONE + "specexport's are not compiled; install a C++ compiler, then run pip install again"
@@ -52,7 +50,7 @@ def test_an_old_onnxruntime_does_without(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @needs_library
 def test_commands_say_which_kernels_compute(
-    bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bundle: Bundles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(bundle("llama-near"))
     words = ["run", folder, "--prompt", "one", "-n", "2", "--stats", "--no-calibrate"]
@@ -68,7 +66,7 @@ def test_commands_say_which_kernels_compute(
     assert "SPECEXPORT_KERNELS is 'no'; expected 0" in capsys.readouterr().err
 
 
-def test_the_server_says_at_its_start_which_kernels_compute(bundle: Callable[[str], Path]) -> None:
+def test_the_server_says_at_its_start_which_kernels_compute(bundle: Bundles) -> None:
     words = [sys.executable, "-m", "specexport", "serve", str(bundle("llama-near")), "--port", "0", "--no-calibrate"]
     environment = {**os.environ, "SPECEXPORT_KERNELS": "0"}
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -82,7 +80,7 @@ def test_the_server_says_at_its_start_which_kernels_compute(bundle: Callable[[st
 
 
 @needs_library
-def test_texts_are_the_same_without_them(bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_the_same_without_them(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     def text() -> tuple[int, ...]:
         with Engine.load(bundle("llama-near"), threads=1, calibrate=False) as engine:
             return tuple(engine.generate([5, 6, 7, 8], SamplingParams(max_tokens=12, temperature=0.0)).token_ids)

@@ -1,7 +1,5 @@
 """Log-probabilities, which are the target's own, and biases, penalties and least lengths, at every node of a tree."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +9,13 @@ import numpy as np
 import pytest
 
 from specexport.contract.tree import TokenTree
-from specexport.runtime import Engine, RequestError, SamplingParams
+from specexport.runtime import RequestError, SamplingParams
 from specexport.runtime.logits import Penalties, token_logprobs
 from specexport.runtime.speculative import PLAIN
+from tests.fixtures import Bundles, Engines
 from tests.reference import same_p
 from tests.streams import started, tokens_of
 
-Engines = Callable[[str], Engine]
 DICE_PROMPT = (5, 8, 5, 8)
 
 
@@ -82,7 +80,7 @@ def test_chunks_hold_those_of_their_own_tokens(engine: Engines) -> None:
 
 @pytest.mark.exporter
 @pytest.mark.parametrize("name", ["llama-near", "gemma2-equal", "qwen3-medusa", "llama-near-batch-portable"])
-def test_prompt_logprobs_equal_transformers(name: str, bundle: Callable[[str], Path], engine: Engines) -> None:
+def test_prompt_logprobs_equal_transformers(name: str, bundle: Bundles, engine: Engines) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,5 @@
 """Medusa heads: what is read, what is refused, that graphs propose what the heads do, and training."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Mixtures of experts and attention sinks: what transformers computes, from the experts that are used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

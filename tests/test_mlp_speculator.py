@@ -1,7 +1,5 @@
 """MLP speculators: what is read, what is refused, that the graph proposes by the formulas, and training."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -45,6 +43,7 @@ from specexport.training.predictions import measure_over_hidden
 from specexport.tree_search import record_proposals
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint, make_model, make_speculator
+from tests.fixtures import Bundles
 from tests.reference import draw_candidates
 from tests.training import CPU, train_over, training_options, windows_of, write_words
 from tests.ways import ways
@@ -372,7 +371,7 @@ def test_bundle_text_equals_the_checkpoints(
     assert [check.name for check in checks if check.passed is False] == ["mlp_speculator"]
 
 
-def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Callable[[str], Path]) -> None:
+def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Bundles) -> None:
     """One that is as deep as another and as wide as a third needs shapes of its own."""
     out = copytree(bundle("qwen3-mlp"), tmp_path / "bundle")
     before = set(read_manifest(out).models["speculator"].graph.points)
@@ -398,7 +397,7 @@ def test_build_inspect_and_refusals(
     tmp_path: Path,
     target: Path,
     speculators: Callable[[bool, bool], Path],
-    bundle: Callable[[str], Path],
+    bundle: Bundles,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "bundle"

@@ -1,7 +1,5 @@
 """The null CUDA libraries keep CUDA's rules: what is given is done at a wait, and a capture refuses what it must."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import re

@@ -3,8 +3,6 @@
 What a step does on a device is tested in test_step_program.py, and is the same here.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -35,6 +33,7 @@ from specexport.runtime.speculative import PLAIN
 from specexport.verify.bundle import check_graphs
 from tests.checkpoints import make_checkpoint
 from tests.cuda_stand_in import StandIn
+from tests.fixtures import Bundles, Engines
 from tests.manifests import put
 from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu
 from tests.step_program import GREEDY, SAMPLED, TYPICAL, same
@@ -60,7 +59,7 @@ WAYS = {
 
 
 @pytest.fixture
-def load(cuda_bundle: Callable[[str], Path]) -> Callable[..., Engine]:
+def load(cuda_bundle: Bundles) -> Callable[..., Engine]:
     """Loads a copy of a bundle as one that was built for onnxruntime-cuda."""
     return lambda name, **options: Engine.load(cuda_bundle(name), check_hashes=False, **options)
 
@@ -69,9 +68,7 @@ def load(cuda_bundle: Callable[[str], Path]) -> Callable[..., Engine]:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_texts_equal_the_cpus(
-    name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu
-) -> None:
+def test_texts_equal_the_cpus(name: str, load: Engines, bundle: Bundles, gpu: OnnxRuntimeGpu) -> None:
     """Greedy, lossless and typical acceptance of chains and trees: the same noise, tokens and steps."""
     # Both new, as heads propose nothing where the whole prompt is in the cache.
     with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu, gpu.cuda.sealed():
@@ -93,11 +90,7 @@ def test_texts_equal_the_cpus(
 
 @pytest.mark.parametrize("name", ["dice-near", "dice-self", "dice-eagle3", "dice-mtp-cuda"])
 def test_texts_of_fused_attention_equal_the_cpus(
-    name: str,
-    load: Callable[..., Engine],
-    bundle: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    name: str, load: Callable[..., Engine], bundle: Bundles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is for half precision, and here in fp32; the draft's pass and the target's have it."""
     monkeypatch.setattr(onnxruntime_cuda, "_HALF", (ir.DataType.FLOAT,))
@@ -111,9 +104,7 @@ def test_texts_of_fused_attention_equal_the_cpus(
 
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree-portable"])
-def test_reads_prompts_in_chunks_and_lets_texts_grow(
-    name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]
-) -> None:
+def test_reads_prompts_in_chunks_and_lets_texts_grow(name: str, load: Engines, bundle: Bundles) -> None:
     with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         for params in (GREEDY, SAMPLED):
             for method in (None, PLAIN):
@@ -121,7 +112,7 @@ def test_reads_prompts_in_chunks_and_lets_texts_grow(
                 same(on_gpu.generate(prompt, params, method), cpu.generate(prompt, params, method))
 
 
-def test_reads_embeddings(load: Callable[[str], Engine], engine: Callable[[str], Engine]) -> None:
+def test_reads_embeddings(load: Engines, engine: Engines) -> None:
     """They go to the device like every other input, at every shape; tokens that come after them are read again."""
     rows = np.random.default_rng(0).standard_normal((70, 64))
     with load("granite-embeds") as on_gpu:
@@ -132,9 +123,7 @@ def test_reads_embeddings(load: Callable[[str], Engine], engine: Callable[[str],
 @pytest.mark.parametrize(
     "name", ["dice-mixed-batch", "dice-mixed-batch-portable", "dice-mlp-batch", "dice-eagle3-batch"]
 )
-def test_the_device_decides_for_several_at_once(
-    name: str, load: Callable[..., Engine], bundle: Callable[[str], Path]
-) -> None:
+def test_the_device_decides_for_several_at_once(name: str, load: Callable[..., Engine], bundle: Bundles) -> None:
     with load(name, max_batch_size=4) as on_gpu, Engine.load(bundle(name), threads=1, max_batch_size=4) as cpu:
         texts = []
         for engine in (on_gpu, cpu):
@@ -153,7 +142,7 @@ def test_the_device_decides_for_several_at_once(
 
 
 def test_logits_stay_on_the_device_unless_the_host_looks_into_them(
-    load: Callable[[str], Engine], gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
+    load: Engines, gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu.cuda.refuse_capture = True  # so that every copy can be seen
     copied: list[int] = []
@@ -180,7 +169,7 @@ def test_weights_are_opened_once_a_model(load: Callable[..., Engine], gpu: OnnxR
         assert sorted(models) == ["propose.k1.slots.cuda.fp32.onnx", "step.slots.cuda.fp32.onnx"]
 
 
-def test_sessions_stay_on_our_stream_within_our_memory(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+def test_sessions_stay_on_our_stream_within_our_memory(load: Engines, gpu: OnnxRuntimeGpu) -> None:
     with load("llama-near"):
         assert {fields["use_tf32"] for fields in gpu.providers} == {"0"}
         assert {int(fields["user_compute_stream"]) for fields in gpu.providers} == set(gpu.cuda._streams)
@@ -188,12 +177,12 @@ def test_sessions_stay_on_our_stream_within_our_memory(load: Callable[[str], Eng
         assert all(0 < limit < 0.9 * (1 << 30) for limit in limits)
 
 
-def test_by_default_one_request_runs(load: Callable[[str], Engine]) -> None:
+def test_by_default_one_request_runs(load: Engines) -> None:
     with load("llama-near-batch") as on_gpu:
         assert on_gpu.slots == 1
 
 
-def test_gaps_between_steps_are_measured(load: Callable[[str], Engine]) -> None:
+def test_gaps_between_steps_are_measured(load: Engines) -> None:
     with load("dice-near") as on_gpu:
         on_gpu.generate([5, 6, 7, 8], GREEDY)
         watch = LaunchTimer(on_device(on_gpu))
@@ -206,7 +195,7 @@ def test_gaps_between_steps_are_measured(load: Callable[[str], Engine]) -> None:
 
 
 def test_graphs_that_need_the_cpu_leave_acceptance_to_the_host(
-    load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
+    load: Engines, engine: Engines, gpu: OnnxRuntimeGpu
 ) -> None:
     gpu.on_cpu = ("ArgMax",)
     with load("dice-near") as on_gpu:
@@ -218,13 +207,13 @@ def test_graphs_that_need_the_cpu_leave_acceptance_to_the_host(
         same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))
 
 
-def test_a_run_that_fails_is_an_error_of_ours(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+def test_a_run_that_fails_is_an_error_of_ours(load: Engines, gpu: OnnxRuntimeGpu) -> None:
     gpu.failing = True
     with pytest.raises(BackendError, match=r"onnxruntime did not run the graph at b1\.t1\S*: out of kernels"):
         load("llama-near")
 
 
-def test_nonsense_from_the_device_is_an_error(load: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonsense_from_the_device_is_an_error(load: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     with load("dice-near") as on_gpu:
         backend: Any = on_gpu.backend
         synchronize = backend.stream.synchronize
@@ -239,17 +228,17 @@ def test_nonsense_from_the_device_is_an_error(load: Callable[[str], Engine], mon
             on_gpu.generate([5, 6, 7, 8], GREEDY)
 
 
-def test_bundles_without_engines_for_it_say_what_to_do(bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu) -> None:
+def test_bundles_without_engines_for_it_say_what_to_do(bundle: Bundles, gpu: OnnxRuntimeGpu) -> None:
     with pytest.raises(BackendError, match="no engines for onnxruntime-cuda; compile it with: specexport compile"):
         Engine.load(bundle("dice-near"), backend="onnxruntime-cuda", check_hashes=False)
 
 
-def test_bundles_for_the_gpu_run_on_the_cpu(load: Callable[..., Engine], engine: Callable[[str], Engine]) -> None:
+def test_bundles_for_the_gpu_run_on_the_cpu(load: Callable[..., Engine], engine: Engines) -> None:
     with load("dice-mixed", backend="onnxruntime", threads=1) as on_gpu:
         same(on_gpu.generate([7, 9, 11], SAMPLED), engine("dice-mixed").generate([7, 9, 11], SAMPLED))
 
 
-def test_nodes_on_the_cpu_are_refused_by_name(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+def test_nodes_on_the_cpu_are_refused_by_name(load: Engines, gpu: OnnxRuntimeGpu) -> None:
     gpu.on_cpu = ("TensorScatter",)
     with pytest.raises(
         BackendError, match=r"step.*\.onnx: onnxruntime would run \d+ nodes on the CPU \(\d+ TensorScatter"
@@ -257,7 +246,7 @@ def test_nodes_on_the_cpu_are_refused_by_name(load: Callable[[str], Engine], gpu
         load("llama-near")
 
 
-def test_missing_libraries_are_no_silent_detour(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+def test_missing_libraries_are_no_silent_detour(load: Engines, gpu: OnnxRuntimeGpu) -> None:
     gpu.without_libraries = True
     with pytest.raises(BackendError, match="CUDAExecutionProvider could not be loaded"):
         load("llama-near")
@@ -286,7 +275,7 @@ def test_the_wrong_onnxruntime_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert CUDA == ort.PROVIDER
 
 
-def test_machines_without_a_gpu_get_an_error(bundle: Callable[[str], Path]) -> None:
+def test_machines_without_a_gpu_get_an_error(bundle: Bundles) -> None:
     from cuda.bindings import runtime
 
     status, count = runtime.cudaGetDeviceCount()
@@ -324,7 +313,7 @@ def test_building_for_it(
     assert (engine.file, engine.compute) == ("target/step.cuda.fp16.onnx", "fp16")
 
 
-def test_bfloat16_beside_blocks_of_integers_is_refused(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_bfloat16_beside_blocks_of_integers_is_refused(bundle: Bundles, tmp_path: Path) -> None:
     folder = shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
     put(folder, "target.precision.weights", "int8")
     with pytest.raises(BuildError, match=r"compute is bf16, and .* for int8 matrices.*pass --compute fp16 or fp32"):

@@ -1,7 +1,5 @@
 """Passes over graphs: invariants leave loops, products of one input are joined, and GPUs launch less."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

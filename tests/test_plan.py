@@ -1,7 +1,5 @@
 """``specexport plan``: memory by counting, speed by bandwidth, and models by their configurations alone."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -10,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ from specexport.exporter.checkpoints.sizes import FAMILIES, ModelSizes, model_si
 from specexport.exporter.options import PREFILL_CHUNK
 from specexport.exporter.plan import DEVICES, EFFICIENCY, DeviceLimits, DevicePlan, plan
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_heads, make_mtp
+from tests.fixtures import Bundles
 from tests.hub import hub
 from tests.test_mixtures import MIXTURES
 
@@ -204,7 +202,7 @@ def test_invalid_configurations_are_named(tmp_path: Path) -> None:
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 
-def test_plan_of_a_bundle_needs_no_torch(bundle: Callable[[str], Path]) -> None:
+def test_plan_of_a_bundle_needs_no_torch(bundle: Bundles) -> None:
     folder = bundle("llama-near")
     program = (
         "import sys\nfrom specexport.cli import main\ncode = main(sys.argv[1:])\n"
@@ -223,16 +221,14 @@ def test_plan_of_a_bundle_needs_no_torch(bundle: Callable[[str], Path]) -> None:
     assert len(document["speeds"]) == 8  # plain, and up to the 7 draft tokens that it was built for
 
 
-def test_options_fixed_by_a_bundle_are_refused(
-    bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_fixed_by_a_bundle_are_refused(bundle: Bundles, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--target", str(bundle("llama-near")), "--device", "orin-nano-8gb"]
     for more in (["--precision", "int8"], ["--max-seq-len", "64"], ["--method", "mtp"]):
         assert main([*words, *more]) == 2
         assert f"{more[0]} was given with a bundle, which is built already" in capsys.readouterr().err
 
 
-def test_plan_of_a_bundle_names_its_drafts(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_bundle_names_its_drafts(bundle: Bundles, capsys: pytest.CaptureFixture[str]) -> None:
     text = {"llama-near": "draft_model gains nothing", "qwen3-medusa": "medusa: part of the target's graph"}
     for name, line in text.items():
         assert main(["plan", str(bundle(name)), "--device", "orin-nano-8gb"]) == 0
@@ -242,9 +238,7 @@ def test_plan_of_a_bundle_names_its_drafts(bundle: Callable[[str], Path], capsys
     assert "--acceptance was given without a draft" in capsys.readouterr().err
 
 
-def test_a_bundle_is_no_model_to_draft_with(
-    tied: Path, bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_is_no_model_to_draft_with(tied: Path, bundle: Bundles, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(bundle("llama-near"))
     for words in (["suggest", str(tied), "--draft", folder], ["build", "--target", folder, "-o", "never"]):
         assert main(words) == 1
@@ -252,7 +246,7 @@ def test_a_bundle_is_no_model_to_draft_with(
 
 
 def test_suggest_takes_a_bundle(
-    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Bundles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = bundle("llama-near")
     for words in (["--target", str(folder)], [str(folder)]):
@@ -289,9 +283,7 @@ def answered(*words: object) -> str:
     return done.stdout
 
 
-def test_a_configuration_is_all_that_suggest_and_plan_need(
-    tmp_path: Path, tied: Path, bundle: Callable[[str], Path]
-) -> None:
+def test_a_configuration_is_all_that_suggest_and_plan_need(tmp_path: Path, tied: Path, bundle: Bundles) -> None:
     """Weights may be cut off, or not there at all."""
     large = make_checkpoint(tmp_path / "large", "qwen3", num_hidden_layers=16)
     weights = large / "model.safetensors"

@@ -1,7 +1,5 @@
 """The execution provider of kernels/plugin.cc on the real onnxruntime, around a plain program."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys

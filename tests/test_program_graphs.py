@@ -1,7 +1,5 @@
 """Graphs of the step program, traced and run in onnxruntime, against their NumPy twins: same noise, same tokens."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,13 +1,11 @@
 """``specexport serve``, as the official openai client and plain HTTP see it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +20,7 @@ from specexport.server.chat import template_message
 from specexport.server.request_parts import ChatMessage
 from specexport.server.requests import ChatRequest
 from specexport.server.service import usage_of
+from tests.fixtures import Bundles
 from tests.serving import HERMES, NAME, Served, served, with_chat_template
 from tests.threads import wait_until
 
@@ -31,7 +30,7 @@ CHAT: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "conten
 
 
 @pytest.fixture(scope="module")
-def folder(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("served") / "bundle")
 
 
@@ -656,7 +655,7 @@ def test_parts_of_a_message_are_lines_of_a_text(tiny: Served, client: openai.Ope
     assert answers[0].usage == answers[1].usage
 
 
-def test_requests_choose_among_templates(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_requests_choose_among_templates(bundle: Bundles, tmp_path: Path) -> None:
     """Tools choose one, a name any; the form in which calls are written is the chosen one's."""
     only_parts = "{% for m in messages %}{% for c in m.content %}{{ c.text }} {% endfor %}{% endfor %}{{ documents }}"
     folder = with_chat_template(bundle("llama-near"), tmp_path / "bundle", tool_use=HERMES, rag=only_parts)

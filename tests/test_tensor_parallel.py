@@ -1,7 +1,5 @@
 """Targets that are split among processes: their texts, and what becomes of them when one of the processes ends."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

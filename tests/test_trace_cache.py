@@ -1,7 +1,5 @@
 """Traces are kept and made fast: a second build needs none; what is damaged or altered is traced anew."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Drafts are distilled: the divergences, what is sampled, and the command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What all trainings over a target share: refused options, runs that go on where they stopped, bundles of them."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ There is no GPU, so in the place of TensorRT's runner stands one that runs the O
 half precision on the CPU: other graphs than those they are compared with, and of an engine's interface.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shutil
@@ -37,11 +35,11 @@ from specexport.verify import engines as verify_engines
 from specexport.verify.bundle import verify
 from specexport.verify.engines import Subject, compare_engines, runnable
 from tests.cuda_stand_in import StandIn
+from tests.fixtures import Bundles
 from tests.make_bundles import RECIPES
 
 pytestmark = pytest.mark.exporter
 
-Bundles = Callable[[str], Path]
 BATCHED = ("fp16-native-batch", "qwen3-mlp")
 """These get engines of several batch sizes."""
 _TYPES = {

@@ -1,7 +1,5 @@
 """Quantization, the weights file, and matrices that are in memory only while they are read."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys
