@@ -42,7 +42,7 @@ from tests.fixtures import Bundles
 from tests.manifests import put
 from tests.nccl_stand_in import followed
 from tests.onnxruntime_stand_in import installed as onnxruntime_installed
-from tests.ranks import followers
+from tests.ranks import followers, split_bundle
 from tests.streams import started, tokens_of
 from tests.tensorrt_stand_in import TensorRT, installed
 
@@ -57,19 +57,7 @@ RTX = CompileOptions("tensorrt-rtx", compute_capability=((8, 9),))
 def split(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
     """A bundle whose target two ranks share, with a draft, in a precision; not compiled."""
     root = tmp_path_factory.mktemp("split")
-
-    def make(precision: str) -> Path:
-        if not (root / "target").exists():
-            make_checkpoint(root / "target", "llama", num_key_value_heads=4)
-            make_checkpoint(root / "draft", "llama", seed=1)
-        out = root / precision
-        if not out.exists():
-            methods = ({"method": "draft_model", "model": str(root / "draft"), "num_speculative_tokens": 3},)
-            options: dict[str, Any] = {"max_seq_len": 192, "max_batch_size": 2, "precision": precision}
-            build(BuildOptions(str(root / "target"), out, methods, 2, backend="tensorrt-rtx", **options))
-        return out
-
-    return make
+    return lambda precision: split_bundle(root, "llama", 2, precision, max_seq_len=192, backend="tensorrt-rtx")
 
 
 @pytest.mark.slow
@@ -253,7 +241,7 @@ def test_libraries_without_collectives_are_refused(
     words = r"tensorrt 10\.3\.0 has no collective layers.*install TensorRT 11 or newer, or build without --tensor-par"
     with pytest.raises(BuildError, match=words):
         compile_bundle(split("fp32"), CompileOptions("tensorrt"))
-    target = str(split("fp32").parent / "target")
+    target = str(split("fp32").parent / "llama")
     options = BuildOptions(target, tmp_path / "out", (), 2, backend="tensorrt", engines=CompileOptions("tensorrt"))
     with pytest.raises(BuildError, match=words):
         build(options)
