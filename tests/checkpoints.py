@@ -216,6 +216,16 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, calm: bool = Fa
     return folder
 
 
+def with_swapped_tokens(checkpoint: Path) -> Path:
+    """Changes a checkpoint's tokenizer: two tokens exchange their numbers."""
+    file = checkpoint / "tokenizer.json"
+    document = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = document["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(document), encoding="utf-8")
+    return checkpoint
+
+
 def make_heads(folder: Path, checkpoint: Path, heads: int, *, tied: bool) -> Path:
     """Writes Medusa heads for a model: fitted to its own greedy texts by least squares, or, tied, random ones.
 

@@ -3,10 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime as ort
 from scipy import stats
 
 from specexport.contract.tree import TokenTree
@@ -14,6 +16,15 @@ from specexport.runtime.params import SamplingParams
 from specexport.runtime.sampling import Distribution, Distributions, accept_greedy, accept_sampled, target_distribution
 
 Text = tuple[int, ...]
+
+
+def plain_session(graph: Path | bytes) -> ort.InferenceSession:
+    """A graph on onnxruntime's own kernels, kept from rounding activations to integers before quantized products."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    source = graph if isinstance(graph, bytes) else str(graph)
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 def warped(logits: Sequence[float] | npt.NDArray[np.floating], params: SamplingParams) -> npt.NDArray[np.float64]:

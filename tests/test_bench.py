@@ -182,17 +182,10 @@ def test_a_mixture_is_compared_by_the_parameters_that_a_token_uses(
 def test_a_draft_with_another_tokenizer_is_not_suggested(tmp_path: Path) -> None:
     from specexport.exporter.checkpoints.config import meta_model
     from specexport.exporter.suggest import suggest
-    from tests.checkpoints import make_checkpoint
+    from tests.checkpoints import make_checkpoint, with_swapped_tokens
 
     target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=16)
-    other = make_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1)
-    tokens = other / "tokenizer.json"
-    document = json.loads(tokens.read_text(encoding="utf-8"))
-    document["model"]["vocab"] = {
-        token + ("x" if index == 300 else ""): index for token, index in document["model"]["vocab"].items()
-    }
-    document["model"]["merges"] = []
-    tokens.write_text(json.dumps(document), encoding="utf-8")
+    other = with_swapped_tokens(make_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1))
     advice = suggest(str(target), [str(other)], "cpu")
     assert "different tokenizers" in advice.refused[str(other)]
     assert f"the method universal_draft:{other}" in advice.refused[str(other)]

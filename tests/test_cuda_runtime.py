@@ -101,24 +101,16 @@ def test_real_package_accepts_arguments_and_reports_no_driver() -> None:
     stream._abandon_capture()
 
 
-class NoDriver(StandIn):
-    def cudaGetDeviceCount(self) -> object:
-        return real.cudaError_t.cudaErrorInsufficientDriver, None
-
-    def cudaDriverGetVersion(self) -> object:
-        return real.cudaError_t.cudaSuccess, 12040
-
-
-class NoGpu(StandIn):
-    def cudaGetDeviceCount(self) -> object:
-        return real.cudaError_t.cudaErrorNoDevice, None
-
-
-def test_errors_say_what_to_do(fake: StandIn) -> None:
-    with pytest.raises(BackendError, match=r"supports CUDA 12\.4, but cuda-bindings is for 13\.0.*cuda-bindings==12"):
-        Cuda(NoDriver())
-    with pytest.raises(BackendError, match="CUDA_VISIBLE_DEVICES"):
-        Cuda(NoGpu())
+def test_errors_say_what_to_do(fake: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses = real.cudaError_t
+    monkeypatch.setattr(fake, "cudaDriverGetVersion", lambda: (statuses.cudaSuccess, 12040), raising=False)
+    for status, message in (
+        (statuses.cudaErrorInsufficientDriver, r"supports CUDA 12\.4, but cuda-bindings is for 13\.0.*bindings==12"),
+        (statuses.cudaErrorNoDevice, "CUDA_VISIBLE_DEVICES"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(BackendError, match=message):
+            patch.setattr(fake, "cudaGetDeviceCount", lambda status=status: (status, None))
+            Cuda(fake)
     cuda = Cuda(fake)
     assert str(cuda.device) == "Stand-in (compute capability 8.9)"
     with pytest.raises(OutOfDeviceMemoryError, match=r"no room for 2\.00 GiB: 1\.00 of 1\.00 GiB are free"):

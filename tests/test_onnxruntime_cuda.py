@@ -121,7 +121,11 @@ def test_reads_embeddings(load: Engines, engine: Engines) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["dice-mixed-batch", "dice-mixed-batch-portable", "dice-mlp-batch", "dice-eagle3-batch"]
+    "name",
+    [
+        *(f"dice-{kind}-batch" for kind in ("near", "mixed", "medusa", "mlp", "dflash", "eagle3")),
+        "dice-mixed-batch-portable",
+    ],
 )
 def test_the_device_decides_for_several_at_once(name: str, load: Callable[..., Engine], bundle: Bundles) -> None:
     with load(name, max_batch_size=4) as on_gpu, Engine.load(bundle(name), threads=1, max_batch_size=4) as cpu:

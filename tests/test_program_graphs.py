@@ -31,17 +31,11 @@ from specexport.runtime.sampling import (
     target_distribution,
 )
 from tests.conftest import MAX_CHILDREN
-from tests.reference import draw_candidates, p_of
+from tests.reference import draw_candidates, p_of, plain_session
 
 pytestmark = pytest.mark.exporter
 
 CANDIDATES = 12
-
-
-def session(serialized: bytes) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    return ort.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
 
 
 # --- accepting --------------------------------------------------------------------------------------------------------
@@ -50,17 +44,17 @@ def session(serialized: bytes) -> ort.InferenceSession:
 @pytest.fixture(scope="module")
 def sessions(accept_graph: Callable[[str, int], bytes]) -> dict[int, Any]:
     """The lossless graph by how many candidates q has."""
-    return {candidates: session(accept_graph("lossless", candidates)) for candidates in (1, CANDIDATES)}
+    return {candidates: plain_session(accept_graph("lossless", candidates)) for candidates in (1, CANDIDATES)}
 
 
 @pytest.fixture(scope="module")
 def greedy(accept_graph: Callable[[str, int], bytes]) -> Any:
-    return session(accept_graph("greedy", 1))
+    return plain_session(accept_graph("greedy", 1))
 
 
 @pytest.fixture(scope="module")
 def typical(accept_graph: Callable[[str, int], bytes]) -> Any:
-    return session(accept_graph("typical", 1))
+    return plain_session(accept_graph("typical", 1))
 
 
 @st.composite
@@ -300,7 +294,7 @@ def serialized(model: ir.Model) -> bytes:
 
 @pytest.fixture(scope="module")
 def fill() -> Any:
-    return session(serialized(trace_fill(CANDIDATES)))
+    return plain_session(serialized(trace_fill(CANDIDATES)))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +334,7 @@ def test_fill_graph_equals_the_proposer(fill: Any, choices: list[list[int]]) -> 
 def test_fill_graph_of_stages_equals_the_proposer() -> None:
     choices = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]
     tree, random, stages = TokenTree.from_choices(choices), np.random.default_rng(0), 4
-    fill, width = session(serialized(trace_fill(CANDIDATES, stages))), tree.level_width + 1
+    fill, width = plain_session(serialized(trace_fill(CANDIDATES, stages))), tree.level_width + 1
     rows = MlpSpeculatorProposer(cast(Any, None)).rows(tree, width)
     for _ in range(40):
         count = 1 + (stages - 1) * width
@@ -364,7 +358,7 @@ def test_fill_graph_of_stages_equals_the_proposer() -> None:
 
 def test_a_commit_moves_the_rows_of_the_path_and_no_others_that_are_seen() -> None:
     shapes = [CacheLayer(heads=2, key_size=4, value_size=4), CacheLayer(heads=1, key_size=8, value_size=4)]
-    commit, random = session(serialized(trace_commit(shapes))), np.random.default_rng(1)
+    commit, random = plain_session(serialized(trace_commit(shapes))), np.random.default_rng(1)
     rows, past, path = 16, np.array([3, 7]), np.array([[0, 2, 5, 0, 0, 0], [0, 1, 3, 4, 0, 0]])
     kept = (3, 4)
     caches = {

@@ -14,7 +14,6 @@ from specexport.contract.manifest import GenerationRules
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda.library import Enqueue
-from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.request import Completion, Request, Stream, complete
 from specexport.runtime.speculation.policy import SpeculationPolicy
 from specexport.runtime.speculative import PLAIN
@@ -209,19 +208,6 @@ def test_batches_equal_single_requests_on_the_cpu(name: str, load: Load, bundle:
             same(ours, theirs)
             assert ours.stats.execution == "graph per step"
         assert sum(ours.stats.cached_tokens for ours in completions) > 0
-
-
-@pytest.mark.parametrize("name", TOGETHER)
-def test_batches_go_on_as_they_do_on_the_cpu(
-    name: str, load: Load, bundle: Bundles, gpu: TensorRT, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the trees that a budget hands out to a batch, which change from step to step."""
-    # Drafts of devices read what plain steps left out before they draft: in a step of its own.
-    monkeypatch.setattr(OnnxRuntimeGraph, "any_width", False)
-    asks = _asks(TOGETHER[name], SAMPLED, GREEDY)
-    with load(name, SLOTS) as on_gpu, Engine.load(bundle(name), threads=1, max_batch_size=SLOTS) as cpu:
-        for ours, theirs in zip(_together(on_gpu, asks), _together(cpu, asks), strict=True):
-            same(ours, theirs)
 
 
 @pytest.mark.usefixtures("whole_trees")

@@ -109,6 +109,15 @@ def test_packed_int4_reads_back_through_onnx(values: list[int]) -> None:
     assert onnx.numpy_helper.to_array(tensor).astype(int).tolist() == values
 
 
+def stored_graph(model: ir.Model, path: Path, *storage: Storage, **more: Any) -> WeightsFile:
+    """Writes a graph, and its weights as builds store them into ``weights.bin`` beside it."""
+    with WeightsFile(path.with_name("weights.bin")) as weights:
+        weights.externalize(model, *storage, **more)
+    passes.RemoveUnusedNodesPass()(model)
+    ir.save(model, path)
+    return weights
+
+
 def _model(embedding: np.ndarray, weight: np.ndarray, *, tied: bool) -> ir.Model:
     """``(embedding[ids]) @ weight``, and with ``tied`` the embedding again as head."""
     head = "h = MatMul(y, table_t)" if tied else "h = Identity(y)"
@@ -139,10 +148,7 @@ def test_stored_graphs_equal_the_original(tmp_path: Path, precision: str, tolera
     embedding = rng.standard_normal((VOCAB, K)).astype(np.float32)
     weight = rng.standard_normal((K, K if tied else N)).astype(np.float32)
     model = _model(embedding, weight, tied=tied)
-    with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage(precision, 32))
-    passes.RemoveUnusedNodesPass()(model)
-    ir.save(model, tmp_path / "model.onnx")
+    weights = stored_graph(model, tmp_path / "model.onnx", Storage(precision, 32))
     ids = rng.integers(0, VOCAB, (2, 5))
     expected = embedding[ids] @ weight
     if tied:
@@ -200,16 +206,14 @@ def test_experts_are_dequantized_exactly(tmp_path: Path, precision: str, restore
 
 def test_a_matrix_that_blocks_do_not_divide_stays_fp32_and_is_reported(tmp_path: Path) -> None:
     model = _model(np.ones((VOCAB, 24), np.float32), np.ones((24, N), np.float32), tied=False)
-    with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage("int8", 32))
+    weights = stored_graph(model, tmp_path / "model.onnx", Storage("int8", 32))
     assert set(weights.report.not_quantized) == {"table", "weight"}
     assert "24" in weights.report.not_quantized["weight"]
 
 
 def test_weights_beyond_fp16_stay_fp32_and_are_reported(tmp_path: Path) -> None:
     model = _model(np.ones((VOCAB, K), np.float32), np.full((K, N), 1e6, np.float32), tied=False)
-    with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage("fp16", 32))
+    weights = stored_graph(model, tmp_path / "model.onnx", Storage("fp16", 32))
     assert list(weights.report.not_quantized) == ["weight"]
 
 
