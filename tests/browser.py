@@ -1,7 +1,5 @@
 """A headless Chromium, driven over its DevTools protocol's pipe: JSON messages that end with a zero byte."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import itertools

@@ -4,8 +4,6 @@ They say nothing sensible, but everything a family's code can do differently occ
 biases that are not what they are initialised to, windows shorter than a test's texts.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence
@@ -216,6 +214,16 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, calm: bool = Fa
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+def with_swapped_tokens(checkpoint: Path) -> Path:
+    """Changes a checkpoint's tokenizer: two tokens exchange their numbers."""
+    file = checkpoint / "tokenizer.json"
+    document = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = document["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(document), encoding="utf-8")
+    return checkpoint
 
 
 def make_heads(folder: Path, checkpoint: Path, heads: int, *, tied: bool) -> Path:

@@ -1,12 +1,11 @@
 """Bundles for the tests, made once a session, or taken ready-made where torch is not installed."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -188,6 +187,29 @@ def uncompiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     root = _shared(tmp_path_factory) / "uncompiled"
     return lambda name: make(name, root)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An imaginary GPU, and onnxruntime for it; see ``tests.onnxruntime_stand_in``."""
+    from tests.onnxruntime_stand_in import installed
+
+    with installed(monkeypatch) as module:
+        yield module
+
+
+@pytest.fixture
+def cuda_bundle(
+    bundle: Callable[[str], Path], shared_accept_graphs: None, gpu: Any, tmp_path: Path
+) -> Callable[[str], Path]:
+    """Gives a copy of a bundle as one that was built for onnxruntime-cuda."""
+    from tests.step_program import for_onnxruntime
+
+    def get(name: str) -> Path:
+        folder = tmp_path / name
+        return folder if folder.exists() else for_onnxruntime(Path(shutil.copytree(bundle(name), folder)))
+
+    return get
 
 
 @pytest.fixture(scope="session")

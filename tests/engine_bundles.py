@@ -1,7 +1,5 @@
 """Small bundles for TensorRT-RTX: ``precision-lowering-method``, written without engines and compiled by the tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

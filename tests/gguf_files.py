@@ -1,7 +1,5 @@
 """GGUF files of tiny checkpoints, written with the gguf library's writer as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

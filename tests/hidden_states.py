@@ -1,7 +1,5 @@
 """For tests of drafts that see the target's hidden states: changed checkpoints, formulas, runs of their graphs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

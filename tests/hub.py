@@ -1,7 +1,5 @@
 """A hub on this machine: the endpoints that the hub's own client asks for a model's files, over a folder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -15,8 +15,6 @@ is not marked ``exporter`` run where torch is not installed. Beside each bundle 
     For models of few tokens, the logits after the prompt and every text of up to two tokens, by text (``"3 11"``).
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

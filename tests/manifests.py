@@ -1,7 +1,5 @@
 """What tests put into a bundle's manifest: what no build would write, and what no machine would measure."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

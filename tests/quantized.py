@@ -1,7 +1,5 @@
 """Tiny checkpoints quantized in the layouts that people publish, key by key, and what their matrices stand for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,13 +1,14 @@
 """What the runtime is compared with: its definitions written out slowly, and the statistics of sampled texts."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime as ort
 from scipy import stats
 
 from specexport.contract.tree import TokenTree
@@ -15,6 +16,15 @@ from specexport.runtime.params import SamplingParams
 from specexport.runtime.sampling import Distribution, Distributions, accept_greedy, accept_sampled, target_distribution
 
 Text = tuple[int, ...]
+
+
+def plain_session(graph: Path | bytes) -> ort.InferenceSession:
+    """A graph on onnxruntime's own kernels, kept from rounding activations to integers before quantized products."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    source = graph if isinstance(graph, bytes) else str(graph)
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 def warped(logits: Sequence[float] | npt.NDArray[np.floating], params: SamplingParams) -> npt.NDArray[np.float64]:
@@ -74,6 +84,13 @@ def chi_square_p(texts: Sequence[Text], exact: dict[Text, float]) -> float:
     assert len(pooled) > 3, "too few bins to tell distributions apart"
     expected_counts, counts = np.array(pooled).T
     return float(stats.chisquare(counts, expected_counts * (len(texts) / expected_counts.sum())).pvalue)
+
+
+def same_p(*counts: Counter[Any]) -> float:
+    """How probable it is that histograms differ as they do if one distribution made them; what is rare is left out."""
+    common = [text for text in set().union(*counts) if sum(histogram[text] for histogram in counts) >= 10]
+    assert len(common) > 1
+    return float(stats.chi2_contingency([[histogram[text] for text in common] for histogram in counts]).pvalue)
 
 
 def prefix_p_values(texts: Sequence[Text], exact: dict[Text, float]) -> list[float]:

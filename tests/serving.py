@@ -1,7 +1,5 @@
 """A real server over a tiny bundle, for the tests of it."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """What tests of the step program share, whichever library runs it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

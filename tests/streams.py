@@ -1,7 +1,5 @@
 """Requests that run side by side, and what they say."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from specexport.runtime import Chunk, Stream

@@ -1,7 +1,5 @@
 """Adapters of peft's: merged into the model that they are for, or refused by name; never left out."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``AsyncEngine``: requests from one event loop, a bounded queue, and every way a request can end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -9,7 +7,6 @@ import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import wait
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +14,9 @@ import pytest
 from specexport import AsyncEngine, SamplingParams
 from specexport.contract.errors import ClosedError, DeadlineError, QueueFullError, RequestError
 from specexport.frontend import Frontend
-from specexport.runtime import Chunk, Engine, Stats, Stream
+from specexport.runtime import Chunk, Stats, Stream
 from specexport.runtime.speculative import PLAIN, Speculative
+from tests.fixtures import Bundles, Engines
 
 NAME = "llama-near"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -27,7 +25,7 @@ PROMPT = (17, 180, 33)
 
 
 @pytest.fixture(scope="module")
-def frontend(engine: Callable[[str], Engine]) -> Frontend:
+def frontend(engine: Engines) -> Frontend:
     shared = engine(NAME)
     return Frontend(shared, NAME)
 
@@ -250,7 +248,7 @@ def test_draining_cancels_slow_requests(frontend: Frontend) -> None:
     run(work)
 
 
-def test_closing_frees_the_engine(bundle: Callable[[str], Path]) -> None:
+def test_closing_frees_the_engine(bundle: Bundles) -> None:
     async def work() -> None:
         async with AsyncEngine.open(bundle=bundle(NAME), threads=1, calibrate=False) as engine:
             stream = engine.generate(PROMPT, LONG)

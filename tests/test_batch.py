@@ -1,14 +1,10 @@
 """Many requests at once: each gets what it would get alone, and none waits longer than it must."""
 
-from __future__ import annotations
-
 import errno
-import gc
 import itertools
 import mmap
 import random
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +20,7 @@ from specexport.runtime.scheduler import Slots
 from specexport.runtime.speculation.policy import SpeculationPolicy
 from specexport.runtime.step import HostProgram
 from specexport.runtime.step_program import PLAIN_TREE, StepResult
+from tests.fixtures import Bundles, Engines
 from tests.manifests import curve
 from tests.reference import chi_square_p, exact_texts
 from tests.streams import started, tokens_of
@@ -55,7 +52,7 @@ class Generous(SpeculationPolicy):
 
 
 @pytest.fixture
-def generous(bundle: Callable[[str], Path]) -> Iterator[Callable[[str], Engine]]:
+def generous(bundle: Bundles) -> Iterator[Engines]:
     """Loads a bundle for a test of its own, with every request speculating fully."""
     loaded: list[Engine] = []
 
@@ -200,7 +197,7 @@ def test_a_seed_draws_the_same_text_in_a_batch(generous: Callable[..., Engine]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["generous", "own", "measured"])
 def test_a_batch_samples_the_target_distribution(
-    budget: str, bundle: Callable[[str], Path], generous: Callable[..., Engine], oracle: Callable[[str], Any]
+    budget: str, bundle: Bundles, generous: Callable[..., Engine], oracle: Callable[[str], Any]
 ) -> None:
     """By measured costs with as many draft tokens as pay; else with as many as requests ask for, if there is room."""
     name, params = "dice-near-batch", SamplingParams(temperature=0.9, max_tokens=3, ignore_eos=True)
@@ -362,26 +359,6 @@ def test_threads_share_the_slots(generous: Callable[..., Engine]) -> None:
     assert in_threads(12, 40, lambda number: first.generate(request[number], GREEDY).token_ids) == alone
 
 
-@pytest.mark.parametrize("options", ["close", "cancel", "drop"])
-def test_unread_requests_free_their_slots(options: str, generous: Callable[..., Engine]) -> None:
-    first = generous("llama-near-batch")
-    streams = [first.stream(prompt, GREEDY.replace(max_tokens=300)) for prompt in prompts(4, SLOTS, 20)]
-    for stream in streams:
-        next(stream)
-    for stream in streams[:-1]:
-        if options != "drop":
-            getattr(stream, options)()
-    del stream
-    last = streams.pop()
-    streams.clear()
-    gc.collect()
-    next(last)
-    while len(first._scheduler._running) > 1:
-        next(last)
-    assert last.stats.output_tokens < 250
-    assert len(window([last._request.view.slot], first._target.sizes)) == 1
-
-
 def test_an_error_in_a_step_ends_its_requests_and_no_others(
     generous: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,7 +379,7 @@ def test_an_error_in_a_step_ends_its_requests_and_no_others(
 # --- how much is speculated -------------------------------------------------------------------------------------------
 
 
-def test_k_shrinks_as_the_batch_fills(bundle: Callable[[str], Path]) -> None:
+def test_k_shrinks_as_the_batch_fills(bundle: Bundles) -> None:
     with Engine.load(bundle("llama-near-batch"), threads=1) as loaded:
         streams = [loaded.stream(prompt, GREEDY.replace(max_tokens=60)) for prompt in prompts(6, SLOTS, 30)]
         seen: dict[int, set[int]] = {}
@@ -415,14 +392,14 @@ def test_k_shrinks_as_the_batch_fills(bundle: Callable[[str], Path]) -> None:
         assert seen == {1: {5}, 2: {2}} | {count: {1} for count in range(3, SLOTS + 1)}
 
 
-def test_a_batch_size_the_bundle_was_not_built_for_is_refused(bundle: Callable[[str], Path]) -> None:
+def test_a_batch_size_the_bundle_was_not_built_for_is_refused(bundle: Bundles) -> None:
     with pytest.raises(RequestError, match=r"max_batch_size is 3; the bundle was built for 1, 2, 4, 8"):
         Engine.load(bundle("llama-near-batch"), threads=1, max_batch_size=3)
     with Engine.load(bundle("llama-near-batch"), threads=1, max_batch_size=1) as loaded:
         assert loaded._scheduler._slots.free == 1
 
 
-def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle: Callable[[str], Path]) -> None:
+def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle: Bundles) -> None:
     """Logits of a tree padded to another width, beside slots that take no part."""
     from specexport.contract import tensors
     from specexport.runtime.proposal import Proposal, SlotView

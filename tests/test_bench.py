@@ -1,14 +1,14 @@
-"""The comparison of a bundle's methods, and what is suggested for a target."""
-
-from __future__ import annotations
+"""The comparison of a bundle's methods, what is suggested for a target, and ``python -m benchmarks``."""
 
 import json
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import COMMANDS
 from specexport.cli import main
 from specexport.commands.bench import Result, built_in_tasks, compare, read_tasks
 from specexport.contract.errors import RequestError
@@ -16,8 +16,8 @@ from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine
 from specexport.runtime import step as step_module
 from specexport.runtime.request import Completion
+from tests.fixtures import Bundles, Engines
 
-Engines = Callable[[str], Engine]
 NAME = "qwen3-lookup"
 
 
@@ -46,9 +46,7 @@ def test_tasks_are_read(engine: Engines, tmp_path: Path) -> None:
         read_tasks(encode, [tmp_path / "none.jsonl"], 4, 64)
 
 
-def test_bench(
-    bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench(bundle: Bundles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # The default is compared where costs are measured, as they are outside these tests.
     monkeypatch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", True)
     folder = str(bundle(NAME))
@@ -81,7 +79,7 @@ def test_bench(
 
 
 def test_lossy_methods_are_detected(
-    engine: Engines, monkeypatch: pytest.MonkeyPatch, bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    engine: Engines, monkeypatch: pytest.MonkeyPatch, bundle: Bundles, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = step_module.accept_greedy
 
@@ -100,7 +98,7 @@ def test_lossy_methods_are_detected(
 
 
 def test_figures_that_contradict_each_other_are_named(
-    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Bundles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["bench", str(bundle(NAME)), "--methods", "suffix", "--prompts", "1", "--prompt-tokens", "32", "-n", "8"]
     real = Result.add
@@ -127,7 +125,7 @@ def test_figures_that_contradict_each_other_are_named(
     assert "another process" not in capsys.readouterr().err
 
 
-def test_memory_is_that_of_weights_and_cache(bundle: Callable[[str], Path]) -> None:
+def test_memory_is_that_of_weights_and_cache(bundle: Bundles) -> None:
     manifest = read_manifest(bundle(NAME))
     draft, ngram, *_ = manifest.methods
     files = {file.path: file.size for file in manifest.files}
@@ -184,18 +182,64 @@ def test_a_mixture_is_compared_by_the_parameters_that_a_token_uses(
 def test_a_draft_with_another_tokenizer_is_not_suggested(tmp_path: Path) -> None:
     from specexport.exporter.checkpoints.config import meta_model
     from specexport.exporter.suggest import suggest
-    from tests.checkpoints import make_checkpoint
+    from tests.checkpoints import make_checkpoint, with_swapped_tokens
 
     target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=16)
-    other = make_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1)
-    tokens = other / "tokenizer.json"
-    document = json.loads(tokens.read_text(encoding="utf-8"))
-    document["model"]["vocab"] = {
-        token + ("x" if index == 300 else ""): index for token, index in document["model"]["vocab"].items()
-    }
-    document["model"]["merges"] = []
-    tokens.write_text(json.dumps(document), encoding="utf-8")
+    other = with_swapped_tokens(make_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1))
     advice = suggest(str(target), [str(other)], "cpu")
     assert "different tokenizers" in advice.refused[str(other)]
     assert f"the method universal_draft:{other}" in advice.refused[str(other)]
     assert advice.parameters == meta_model(target).num_parameters() > 5 * meta_model(other).num_parameters()
+
+
+# --- ``python -m benchmarks`` -----------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).resolve().parents[1]
+OTHERS = ("cuda", "openai", "hypothesis", "pytest")
+"""Packages that ``make demo`` does not install."""
+NEEDS = {"gpu-host": "cuda", "serve": "openai"}
+"""By benchmark: the first of them without which it cannot run."""
+DEMO = f"""
+import contextlib, io, json, sys
+sys.modules |= dict.fromkeys({OTHERS})  # as if they were not there
+from benchmarks.__main__ import main
+ends = {{}}
+for name in sys.argv[1:]:
+    sys.argv = ["benchmarks", name, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            main()
+        except SystemExit as stopped:
+            ends[name] = [stopped.code, said.getvalue()]
+print(json.dumps(ends))
+"""
+
+
+def test_help_imports_no_benchmark() -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-X", "importtime", "-m", "benchmarks", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    done = run("--help")
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in COMMANDS)
+    assert "numpy" not in done.stderr
+    assert (wrong := run("nothing")).returncode == 2
+    assert "invalid choice: 'nothing'" in wrong.stderr
+
+
+@pytest.mark.exporter
+def test_a_benchmark_needs_nothing_of_the_others() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DEMO, *COMMANDS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    ends = json.loads(done.stdout)
+    assert list(ends) == list(COMMANDS)
+    for name, (code, text) in ends.items():
+        if name in NEEDS:
+            assert code.startswith("benchmarks: error: ") and NEEDS[name] in code, code
+            assert code.endswith("pip install -e '.[dev]'")
+        else:
+            assert code == 0, (name, code)
+            assert text.startswith(f"usage: python -m benchmarks {name}")

@@ -1,7 +1,5 @@
 """How much a batch speculates: the best choice by a measured curve, tries that stay cheap, and the same text."""
 
-from __future__ import annotations
-
 import doctest
 import itertools
 import json
@@ -44,10 +42,9 @@ from specexport.runtime.speculation.probing import MAX_PLAIN_STEPS
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.step_program import LoadedMethod, Outcome, StepResult, Verified
 from specexport.runtime.text import TextStream
+from tests.fixtures import Bundles
 from tests.manifests import curve, trees_of
 from tests.streams import started, tokens_of
-
-Bundles = Callable[[str], Path]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SIZES = (1, 2, 4, 8)

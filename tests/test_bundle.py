@@ -1,15 +1,9 @@
 """A bundle that is not whole, not itself or not honest is refused by name; a build leaves a whole one or nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +14,14 @@ from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME
 from specexport.contract.reading import changing, check_files, read_manifest, sha256, write_manifest
 from specexport.runtime import BundleError, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
+from tests.fixtures import Bundles
 from tests.manifests import Document, at, cached_as_the_hub_does, put, relist, rewritten
 
 CURRENT = b'{"format_version": %d' % FORMAT_VERSION
 
 
 @pytest.fixture
-def copy(bundle: Callable[[str], Path], tmp_path: Path) -> Path:
+def copy(bundle: Bundles, tmp_path: Path) -> Path:
     """A bundle to do harm to."""
     return shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
 
@@ -48,7 +43,7 @@ def files_of(folder: Path) -> list[str]:
 # --- whole ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_bundle_lists_every_file_it_has(bundle: Callable[[str], Path]) -> None:
+def test_a_bundle_lists_every_file_it_has(bundle: Bundles) -> None:
     folder = bundle("dice-near")
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert files == {*files_of(folder), MANIFEST_NAME}
@@ -57,7 +52,7 @@ def test_a_bundle_lists_every_file_it_has(bundle: Callable[[str], Path]) -> None
     assert sum(seen) == sum((folder / name).stat().st_size for name in files_of(folder))
 
 
-def test_a_bundle_may_be_moved(copy: Path, bundle: Callable[[str], Path]) -> None:
+def test_a_bundle_may_be_moved(copy: Path, bundle: Bundles) -> None:
     params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
     moved = copy.rename(copy.parent / "elsewhere")
     with Engine.load(moved, threads=1) as loaded, Engine.load(bundle("dice-near"), threads=1) as other:
@@ -88,7 +83,7 @@ def test_every_missing_file_is_named(copy: Path) -> None:
     Bundle.open(copy)
 
 
-def test_a_file_cut_short_is_named_with_its_sizes(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_file_cut_short_is_named_with_its_sizes(bundle: Bundles, tmp_path: Path) -> None:
     copy = shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
     for name in ("target/weights.bin", "draft/propose.onnx", "tokenizer/tokenizer.json"):
         whole = (copy / name).read_bytes()
@@ -100,7 +95,7 @@ def test_a_file_cut_short_is_named_with_its_sizes(bundle: Callable[[str], Path],
     Bundle.open(copy)
 
 
-def test_one_altered_byte_is_found_in_any_file(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_one_altered_byte_is_found_in_any_file(bundle: Bundles, tmp_path: Path) -> None:
     copy = shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
     for name in files_of(copy):
         path = copy / name
@@ -434,7 +429,7 @@ def test_a_graph_that_is_not_what_the_manifest_says_is_named_with_the_field(
     assert reason in str(caught.value)
 
 
-def test_an_input_that_only_the_graph_has_is_named(copy: Path, bundle: Callable[[str], Path]) -> None:
+def test_an_input_that_only_the_graph_has_is_named(copy: Path, bundle: Bundles) -> None:
     """Graph and weights of another bundle, whose target takes embeddings too."""
     put(copy, "methods", [])
     other = bundle("gemma2-embeds")
@@ -497,7 +492,7 @@ def test_fields_that_contradict_others_are_named(copy: Path, place: str, value: 
     ],
 )
 def test_options_that_cannot_be_right_are_refused(
-    bundle: Callable[[str], Path], tmp_path: Path, name: str, change: Document, reason: str
+    bundle: Bundles, tmp_path: Path, name: str, change: Document, reason: str
 ) -> None:
     folder = shutil.copytree(bundle(name), tmp_path / "bundle")
     rewritten(folder, lambda document: document["methods"][0].update(change))
@@ -548,29 +543,6 @@ def test_a_build_that_fails_leaves_nothing(checkpoint: Path, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(BuildError):
         build(checkpoint, tmp_path / "bundle", methods=[{"model": str(tmp_path / "nowhere")}])
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.exporter
-def test_killed_builds_leave_no_bundle(checkpoint: Path, tmp_path: Path) -> None:
-    program = f"""
-import os, signal
-from pathlib import Path
-from specexport.exporter.build import build
-from specexport.exporter.options import BuildOptions
-def progress(step, done, total):
-    if "writing the target's weights" in step and done == total:
-        os.kill(os.getpid(), signal.SIGKILL)
-build(BuildOptions(target={str(checkpoint)!r}, output=Path({str(tmp_path / "bundle")!r})), progress)
-"""
-    killed = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert not (tmp_path / "bundle").exists()
-    assert not list(tmp_path.rglob(MANIFEST_NAME))
-    # What was half written goes when the next build there begins, even if that one fails too.
-    assert list(tmp_path.rglob("weights.bin"))
-    with pytest.raises(Interrupted):
-        build(checkpoint, tmp_path / "bundle", stop_at="loading the target")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,14 +1,13 @@
-"""Bundles built on first use: once, whole, for what was asked of what checkpoints."""
+"""Bundles built on first use: once, whole, for what was asked of what checkpoints, by the same exporter."""
 
-from __future__ import annotations
-
+import importlib.metadata
 import os
 import resource
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,10 @@ from specexport.contract.folders import written_beside
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import read_methods
 from specexport.contract.reading import check_files, read_manifest
-from specexport.exporter.records import RECORDS, Records
+from specexport.exporter import records as module
+from specexport.exporter.records import PACKAGES, RECORDS, Records, fingerprint
 from tests.checkpoints import VOCAB, make_checkpoint
+from tests.fixtures import Bundles
 from tests.make_bundles import DICE
 
 pytestmark = pytest.mark.exporter
@@ -32,7 +33,7 @@ SMALL = {**DICE, "vocab_size": VOCAB}
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Callable[[str], Path]) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Bundles) -> Path:
     monkeypatch.setattr(Builds, "made", bundle("dice-ngram"), raising=False)
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -355,8 +356,8 @@ def test_interrupted_builds_resume_after_finished_stages(
             raise signalled
         return real(source)
 
-    for module in (exporter_target, draft_export):
-        monkeypatch.setattr(module, "load_checkpoint", load)
+    for loader in (exporter_target, draft_export):
+        monkeypatch.setattr(loader, "load_checkpoint", load)
     with pytest.raises(signalled):
         LLM(target, speculative_config={"model": draft}, **options)
     (left,) = (cache / "bundles").glob(".*.unfinished")
@@ -370,3 +371,64 @@ def test_interrupted_builds_resume_after_finished_stages(
     (built,) = (folder for folder in (cache / "bundles").iterdir() if folder.is_dir())
     present = sorted(path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file())
     assert present == sorted([*files, MANIFEST_NAME])
+
+
+# --- the fingerprint of the exporter ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    fingerprint.cache_clear()
+    yield
+    fingerprint.cache_clear()
+
+
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The exporter's packages in a folder of their own."""
+    for package in PACKAGES:
+        (folder,) = module._folders(package)
+        shutil.copytree(folder, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(module, "_folders", lambda package: [tmp_path / package])
+    return tmp_path
+
+
+def test_the_same_code_has_the_same_fingerprint_wherever_it_lies(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = fingerprint()
+    fingerprint.cache_clear()
+    monkeypatch.undo()
+    assert fingerprint() == first and len(first) == 64
+
+
+@pytest.mark.parametrize(
+    "file", ["contract/tensors.py", "graphs/step.py", "methods/medusa/export.py", "exporter/texts/calibration.txt"]
+)
+def test_a_changed_file_changes_it(copied: Path, file: str) -> None:
+    before = fingerprint()
+    (copied / file).write_text((copied / file).read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    assert fingerprint() == before  # it is asked for once a process
+    fingerprint.cache_clear()
+    assert fingerprint() != before
+
+
+def test_a_renamed_file_changes_it(copied: Path) -> None:
+    before = fingerprint()
+    (copied / "graphs/step.py").rename(copied / "graphs/steps.py")
+    fingerprint.cache_clear()
+    assert fingerprint() != before
+
+
+def test_another_version_of_a_library_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint()
+    installed = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0" if name == "torch" else installed(name))
+    fingerprint.cache_clear()
+    assert fingerprint() != before
+
+
+def test_it_imports_no_heavy_packages() -> None:
+    code = (
+        "import sys; from specexport.exporter.records import fingerprint; fingerprint(); "
+        "print([name for name in ('torch', 'transformers', 'onnx') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,7 +1,5 @@
 """Matrices that are rounded for a text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

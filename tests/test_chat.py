@@ -1,7 +1,5 @@
 """Chat templates: what transformers makes of a conversation, in a sandbox."""
 
-from __future__ import annotations
-
 import gc
 import re
 from concurrent.futures import ThreadPoolExecutor

@@ -1,13 +1,10 @@
 """``specexport chat``: at a real pseudo-terminal, from a pipe, and what it says equals ``LLM.chat``'s answers."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from specexport.commands.chat import Conversation
 from specexport.commands.terminal import _History, read_message
 from specexport.contract.errors import RequestError
 from specexport.frontend import Frontend
+from tests.fixtures import Bundles
 from tests.serving import with_chat_template
 from tests.typed import ALT_ENTER, CTRL_C, CTRL_D, ENTER, UP, Typed, typed
 
@@ -29,7 +27,7 @@ QUESTIONS = ["one two three", "four", "five six"]
 
 
 @pytest.fixture(scope="module")
-def folder(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("chat") / "tiny")
 
 
@@ -300,7 +298,7 @@ def test_wrong_flags_are_named(
 
 
 def test_a_model_that_knows_no_messages_is_named(
-    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Bundles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = piped("one\n", [str(bundle("llama-near")), *GREEDY], monkeypatch, capsys)
     assert code == 1
@@ -379,7 +377,7 @@ def test_the_last_turns_and_the_system_prompt_stay(folder: Path) -> None:
 
 
 def test_a_template_without_system_prompts_refuses_one_at_once(
-    bundle: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strict = with_chat_template(bundle("llama-near"), tmp_path / "strict", NO_SYSTEM + "{{ messages[-1].content }}")
     for text, words in (("one\n/system Be brief.\n", []), ("one\n", ["--system", "Be brief."])):

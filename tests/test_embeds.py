@@ -1,7 +1,5 @@
 """Prompts that hold embeddings: what transformers says of them, whatever speculates, and nothing shared by mistake."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
@@ -18,9 +16,9 @@ from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
 from specexport.runtime.prompt import Embeddings
 from specexport.runtime.speculative import PLAIN
 from specexport.tree_search import record_proposals
+from tests.fixtures import Bundles, Engines
 from tests.streams import started, tokens_of
 
-Engines = Callable[[str], Engine]
 NAMES = ("gemma2-embeds", "granite-embeds")
 """Gemma's embedding layer scales; Granite multiplies later. The second is lowered portably and has Medusa heads."""
 NAME = NAMES[0]
@@ -81,7 +79,7 @@ def test_nothing_proposes_an_embedding(engine: Engines) -> None:
         assert done.token_ids == loaded.generate(text, GREEDY.replace(ignore_eos=True), PLAIN).token_ids
 
 
-def test_prefixes_are_shared_by_equal_embeddings_alone(bundle: Callable[[str], Path]) -> None:
+def test_prefixes_are_shared_by_equal_embeddings_alone(bundle: Bundles) -> None:
     params = GREEDY.replace(logprobs=0, max_tokens=4)
 
     def said(first: Engine, text: Any) -> tuple[Any, list[float]]:
@@ -175,7 +173,7 @@ def test_embeddings_lie_where_they_are_read() -> None:
     assert not mask.any()
 
 
-def test_llm(bundle: Callable[[str], Path], engine: Engines) -> None:
+def test_llm(bundle: Bundles, engine: Engines) -> None:
     inputs = rows(5)
     expected = engine(NAME).generate(EmbedsPrompt([inputs, [5]]), GREEDY).token_ids
     with LLM(bundle=bundle(NAME), threads=1, calibrate=False) as llm:
@@ -185,9 +183,7 @@ def test_llm(bundle: Callable[[str], Path], engine: Engines) -> None:
             llm.generate({"prompt_embeds": inputs[0]}, GREEDY, use_tqdm=False)
 
 
-def test_run(
-    bundle: Callable[[str], Path], engine: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run(bundle: Bundles, engine: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inputs, folder, file = rows(5), str(bundle(NAME)), tmp_path / "sound.npy"
     np.save(file, inputs)
     words = ["run", folder, "--prompt-embeds", str(file), "-n", "24", "--temperature", "0", "--json"]
@@ -203,7 +199,7 @@ def test_run(
         assert reason in capsys.readouterr().err
 
 
-def test_async_engine(bundle: Callable[[str], Path], engine: Engines) -> None:
+def test_async_engine(bundle: Bundles, engine: Engines) -> None:
     async def said() -> list[int]:
         async with AsyncEngine.open(bundle=bundle(NAME), threads=1, calibrate=False) as serving:
             return [token async for chunk in serving.generate(text, GREEDY) for token in chunk.token_ids]
@@ -213,7 +209,7 @@ def test_async_engine(bundle: Callable[[str], Path], engine: Engines) -> None:
 
 
 @pytest.mark.exporter
-def test_building(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_building(bundle: Bundles, capsys: pytest.CaptureFixture[str]) -> None:
     from specexport.exporter.engines.bundle import compile_bundle
     from specexport.exporter.options import BuildOptions, CompileOptions
     from specexport.verify.bundle import verify

@@ -1,17 +1,13 @@
 """Engines: real builds with TensorRT-RTX, which needs no GPU to compile, and what is compiled against onnxruntime."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 from specexport.cli import main
@@ -32,6 +28,8 @@ from specexport.runtime import Engine as SpecEngine
 from specexport.runtime import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.engine_bundles import SMALL
+from tests.fixtures import Bundles
+from tests.reference import plain_session
 
 pytestmark = pytest.mark.exporter
 
@@ -39,8 +37,6 @@ DEVICES = ((8, 6), (8, 9), (12, 0))
 RTX = CompileOptions("tensorrt-rtx", compute_capability=((8, 9),))
 """For one device, which compiles in less time."""
 PROMPT = "people went back home and"
-
-Bundles = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
@@ -250,14 +246,6 @@ def test_a_failed_compilation_leaves_the_bundle_as_it_was(
 # --- what is compiled -------------------------------------------------------------------------------------------------
 
 
-def _session(path: Path) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    # Or it would round activations to integers before it multiplies them by quantized weights.
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return ort.InferenceSession(str(path), options)
-
-
 def _feed(model: Model, manifest: Manifest, float16: bool) -> dict[str, np.ndarray]:
     random, tokens, cache = np.random.default_rng(0), 5, model.graph.points[0].cache
     feed: dict[str, np.ndarray] = {
@@ -284,7 +272,7 @@ def test_device_graphs_equal_the_bundles(name: str, compiled: bool, uncompiled: 
     master = folder / manifest.target.graph.master
     source = master.with_name("step.fp16.onnx")
     write_source(master, source, "fp16", 0, {"B": 1}, compiled=compiled)
-    halved, whole = _session(source), _session(master)
+    halved, whole = plain_session(source), plain_session(master)
     types = {value.name: value.type for value in (*halved.get_inputs(), *halved.get_outputs())}
     for value, kind in types.items():
         assert kind != "tensor(float)" or not value.startswith(tensors.CACHES)

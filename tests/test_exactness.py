@@ -5,9 +5,7 @@ alike to the last bit: a far sharper test than that of the tokens. It holds on a
 depends on that row alone.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from specexport.runtime.backends.onnxruntime import kernels
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph, open_session
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN, Speculative
+from tests.fixtures import Bundles
 from tests.streams import started
 from tests.ways import ways
 
@@ -96,7 +95,7 @@ def _differing(folder: Path) -> list[str]:
 
 @needs_kernels
 @pytest.mark.parametrize("name", SHIPPED)
-def test_texts_are_plain_decodings_bit_for_bit(bundle: Callable[[str], Path], name: str) -> None:
+def test_texts_are_plain_decodings_bit_for_bit(bundle: Bundles, name: str) -> None:
     assert _differing(bundle(name)) == []
 
 
@@ -107,7 +106,7 @@ def test_texts_of_every_precision_are_plain_decodings_bit_for_bit(built: Path) -
 
 
 @needs_kernels
-def test_paths_off_the_first_branch_are_committed_as_they_are(bundle: Callable[[str], Path]) -> None:
+def test_paths_off_the_first_branch_are_committed_as_they_are(bundle: Bundles) -> None:
     with Engine.load(bundle("qwen3-medusa"), threads=1) as engine:
         prompts = _prompts(engine.manifest.target.vocab_size)
         streams = [engine.stream(prompt, GREEDY.replace(max_tokens=4 * TOKENS)) for prompt in prompts]
@@ -115,7 +114,7 @@ def test_paths_off_the_first_branch_are_committed_as_they_are(bundle: Callable[[
         assert any(list(path) != list(range(1, len(path) + 1)) for path in paths)
 
 
-def test_possible_differences_are_reported(bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_possible_differences_are_reported(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.load(bundle("gpt2-tree-portable"), threads=1) as engine:
         assert engine.inexact
     monkeypatch.setenv(kernels.SWITCH, "0")
@@ -138,7 +137,7 @@ def test_operators_that_round_and_are_not_claimed_are_counted(tmp_path: Path) ->
     assert kernels.not_claimed(session) == {"Acosh": 2}
 
 
-def test_prompt_remainders_use_narrow_chunks(bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_remainders_use_narrow_chunks(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = list[tuple[int, int]]()
     run = OnnxRuntimeGraph.run
 
@@ -154,7 +153,7 @@ def test_prompt_remainders_use_narrow_chunks(bundle: Callable[[str], Path], monk
 
 
 @pytest.mark.parametrize("name", ["llama-near-batch", "qwen3-lookahead"])
-def test_a_text_may_end_where_the_largest_cache_does(name: str, bundle: Callable[[str], Path]) -> None:
+def test_a_text_may_end_where_the_largest_cache_does(name: str, bundle: Bundles) -> None:
     """A text that repeats, so that methods that look text up draft to its end."""
     with Engine.load(bundle(name), threads=1) as engine:
         prompt = [20 + at % 5 for at in range(engine.manifest.max_seq_len - 22)]
@@ -164,9 +163,7 @@ def test_a_text_may_end_where_the_largest_cache_does(name: str, bundle: Callable
             assert (done.finish_reason, done.token_ids, len(plain)) == ("length", plain, 22)
 
 
-def test_logits_that_are_not_finite_end_only_their_request(
-    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_that_are_not_finite_end_only_their_request(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
         real = OnnxRuntimeGraph.run
 

@@ -1,7 +1,5 @@
 """The examples: the notebook, and three stages of speech recognition over a real encoder's draft."""
 
-from __future__ import annotations
-
 import re
 import wave
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every supported model family computes in its graphs what transformers does; every other one is refused by name."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -14,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 import onnxruntime as ort
 import pytest
 import torch
@@ -33,7 +30,6 @@ from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import Storage
 from specexport.exporter.passes import onnxruntime_cuda
 from specexport.exporter.passes.fix_sizes import fix_drafts
-from specexport.exporter.weights import WeightsFile
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate
 from specexport.graphs.step import StepModule
 from specexport.runtime import SamplingParams
@@ -41,6 +37,7 @@ from specexport.runtime.backends.onnxruntime.graph import open_session
 from specexport.runtime.backends.onnxruntime.kernels import kernels
 from tests.checkpoints import FAMILIES, GROUPED, LAYERS_DIFFER, MAX_POSITIONS, VOCAB, WINDOW, make_checkpoint
 from tests.reference import draw_candidates
+from tests.test_weights import stored_graph
 
 pytestmark = pytest.mark.exporter
 
@@ -374,10 +371,7 @@ def _weight_shape(node: ir.Node) -> tuple[int, ...] | None:
 def test_every_linear_layer_is_quantized(family: Family, step_graph: Path, tmp_path: Path) -> None:
     model = ir.load(step_graph)
     matrices = sum(_weight_shape(node) is not None for node in model.graph)
-    with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage("int8", 32))
-    passes.RemoveUnusedNodesPass()(model)
-    ir.save(model, tmp_path / "step.onnx")
+    weights = stored_graph(model, tmp_path / "step.onnx", Storage("int8", 32))
     report = weights.report
     multiplied = [name for name in report.quantized if ".matmul" in name or ".tied" in name]
     assert len(multiplied) == matrices > 0, report

@@ -1,7 +1,5 @@
 """Folders that are whole or not there: full disks, two writers, and processes that are killed at any moment."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -12,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from specexport.contract.reading import changing, exchange_manifest, read_manife
 from specexport.runtime.bundle import Bundle
 from specexport.training.loop import save_tensors
 from tests.checkpoints import VOCAB, make_checkpoint
+from tests.fixtures import Bundles
 from tests.make_bundles import DICE
 
 pytestmark = pytest.mark.exporter
@@ -132,7 +131,7 @@ def test_a_place_below_a_file_is_named(
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
-def test_in_place_changes_do_not_leak(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_in_place_changes_do_not_leak(bundle: Bundles, tmp_path: Path) -> None:
     copy = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     refused = pytest.raises(BuildError, match="too large; raise the limit")
@@ -142,7 +141,7 @@ def test_in_place_changes_do_not_leak(bundle: Callable[[str], Path], tmp_path: P
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_a_full_standard_output_is_reported(bundle: Callable[[str], Path]) -> None:
+def test_a_full_standard_output_is_reported(bundle: Bundles) -> None:
     with Path("/dev/full").open("w") as full:
         words = [sys.executable, "-m", "specexport", "inspect", str(bundle("dice-near"))]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, check=False, text=True, cwd="/")
@@ -176,7 +175,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_copy_that_the_disk_has_no_room_for_is_named_by_its_first_file(
-    bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with file_sizes_at_most(1000):
         line = output_of(capsys, ["export", "triton", str(bundle("dice-near")), "-o", str(tmp_path / "triton")])
@@ -271,7 +270,7 @@ def test_killed_writers_leave_whole_outputs_only(
         assert list(tmp_path.iterdir()) == [output]
 
 
-def test_leftovers_of_killed_writes_are_removed(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_leftovers_of_killed_writes_are_removed(bundle: Bundles, tmp_path: Path) -> None:
     copy = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
     before = {path for path in tmp_path.rglob("*") if path.is_file()}
     process = os.fork()

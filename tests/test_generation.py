@@ -1,7 +1,5 @@
 """What generation_config.json says of a model's texts holds as in transformers, with speculation and without."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from specexport.runtime.logits import Rules
 from specexport.runtime.sampling import target_distribution
 from specexport.runtime.speculative import PLAIN, Speculative
 from tests.checkpoints import EOS
+from tests.fixtures import Bundles, Engines
 from tests.test_constraint import grammars
 
 pytestmark = pytest.mark.exporter
@@ -52,7 +51,7 @@ RULES: list[Said] = [
 
 
 @pytest.fixture(scope="module")
-def target(bundle: Callable[[str], Path]) -> Path:
+def target(bundle: Bundles) -> Path:
     return bundle("llama-near").parent / "checkpoints" / "llama"
 
 
@@ -76,7 +75,7 @@ def with_settings(target: Path, tmp_path: Path) -> Callable[[Said], Path]:
 
 @pytest.fixture
 def with_defaults(
-    engine: Callable[[str], Engine], with_settings: Callable[[Said], Path], monkeypatch: pytest.MonkeyPatch
+    engine: Engines, with_settings: Callable[[Said], Path], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Said], Engine]:
     """Gives an engine whose model's generation_config.json says something."""
 
@@ -120,7 +119,7 @@ def test_texts_are_transformers(document: Said, with_defaults: Callable[[Said], 
 
 
 def test_lists_of_tokens_are_transformers(
-    engine: Callable[[str], Engine], with_defaults: Callable[[Said], Engine], expected: Check
+    engine: Engines, with_defaults: Callable[[Said], Engine], expected: Check
 ) -> None:
     """Rules about the very tokens that the model would say."""
     greedy = SamplingParams(temperature=0.0, max_tokens=LENGTH)
@@ -189,7 +188,7 @@ GRAMMARS = st.one_of(
 )
 
 
-def test_rules_behind_a_grammar_change_no_text_by_speculation(engine: Callable[[str], Engine]) -> None:
+def test_rules_behind_a_grammar_change_no_text_by_speculation(engine: Engines) -> None:
     """And the text is the grammar's, whatever they forbid."""
     loaded = engine("llama-near")
 

@@ -1,7 +1,5 @@
 """GGUF files: what they hold is built as it is; transformers reading the same file is the oracle."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -31,7 +29,7 @@ from specexport.exporter.options import BuildOptions
 from specexport.llm import LLM
 from specexport.runtime import Engine, SamplingParams
 from specexport.verify.bundle import verify
-from tests.checkpoints import GROUPED, make_checkpoint
+from tests.checkpoints import GROUPED, make_checkpoint, with_swapped_tokens
 from tests.gguf_files import WIDE, Type, make_gguf
 from tests.hub import hub
 
@@ -382,12 +380,8 @@ def test_mismatches_are_refused_by_name(small: Path, tmp_path: Path, metadata: d
 
 def test_a_draft_is_named_by_its_file(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not by the folder of links that it is read from."""
-    target, draft = make_checkpoint(tmp_path / "target", "llama"), make_gguf(tmp_path / "tiny.gguf", small, Type.F32)
-    tokenizer = target / "tokenizer.json"
-    content = json.loads(tokenizer.read_text(encoding="utf-8"))
-    vocabulary = content["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    tokenizer.write_text(json.dumps(content), encoding="utf-8")
+    target = with_swapped_tokens(make_checkpoint(tmp_path / "target", "llama"))
+    draft = make_gguf(tmp_path / "tiny.gguf", small, Type.F32)
     assert main(["build", "--target", str(target), "--draft", str(draft), "-o", str(tmp_path / "out")]) == 1
     assert f"the method universal_draft:{draft}" in capsys.readouterr().err
 

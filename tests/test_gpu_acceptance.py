@@ -1,12 +1,9 @@
 """The acceptance script: it says so where there is no GPU, and its checks work on an imaginary one."""
 
-from __future__ import annotations
-
 import json
 import math
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,25 +21,16 @@ from benchmarks.gpu import checks, prepared, timing
 from specexport.contract import tensors
 from specexport.contract.reading import read_manifest
 from specexport.runtime.backend import RunShape
-from specexport.runtime.backends.cuda import api, ort
+from specexport.runtime.backends.cuda import api
 from specexport.runtime.backends.cuda.graph import DeviceGraph
 from specexport.runtime.backends.cuda.memory import DeviceCache
 from tests.cuda_stand_in import StandIn, real
+from tests.fixtures import Bundles
 from tests.onnxruntime_stand_in import Binding, OnnxRuntimeGpu, Session
-from tests.step_program import for_onnxruntime
 
 pytestmark = pytest.mark.exporter  # bundles for onnxruntime-cuda are made here
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> OnnxRuntimeGpu:
-    cuda = StandIn()
-    module = OnnxRuntimeGpu(cuda)
-    monkeypatch.setattr(api.Cuda, "load", lambda: api.Cuda(cuda))
-    monkeypatch.setattr(ort, "import_onnxruntime", lambda: module)
-    return module
 
 
 def test_without_a_gpu_it_says_so_and_checks_nothing(tmp_path: Path) -> None:
@@ -125,19 +113,6 @@ Disturb = Callable[[Session, Binding], None]
 
 
 @pytest.fixture
-def built(
-    bundle: Callable[[str], Path], shared_accept_graphs: None, gpu: OnnxRuntimeGpu, tmp_path: Path
-) -> Callable[[str], Path]:
-    """Gives a copy of a bundle as one that was built for onnxruntime-cuda."""
-
-    def get(name: str) -> Path:
-        folder = tmp_path / name
-        return folder if folder.exists() else for_onnxruntime(Path(shutil.copytree(bundle(name), folder)))
-
-    return get
-
-
-@pytest.fixture
 def after_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Disturb], None]:
     """Lets the GPU do something after every run of a session, captured ones included."""
     run = Session.run_with_iobinding
@@ -168,23 +143,23 @@ def _verdicts(findings: list[checks.Finding]) -> list[bool | None]:
 
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree-portable"])
-def test_checks_pass_on_a_correct_gpu(name: str, built: Callable[[str], Path]) -> None:
-    folder = built(name)
+def test_checks_pass_on_a_correct_gpu(name: str, cuda_bundle: Bundles) -> None:
+    folder = cuda_bundle(name)
     assert _verdicts(checks.loads(folder)) == [None, True, True]
     assert _verdicts(checks.parity(folder, TEXTS)) == [True] * 4
     assert _verdicts(checks.tree_commit(folder, TEXTS)) == [True]
     assert _verdicts(checks.capture(folder, TEXTS, 20)) == [True] * 4
 
 
-def test_wrong_logits_are_found(built: Callable[[str], Path], after_runs: Callable[[Disturb], None]) -> None:
-    folder = built("llama-near")
+def test_wrong_logits_are_found(cuda_bundle: Bundles, after_runs: Callable[[Disturb], None]) -> None:
+    folder = cuda_bundle("llama-near")
     assert _verdicts(checks.sampled(folder, TEXTS, 150)) == [True]
     after_runs(_raise_a_logit)
     assert _verdicts(checks.parity(folder, TEXTS)) == [False, False, True, False]
     assert _verdicts(checks.sampled(folder, TEXTS, 150)) == [False]
 
 
-def test_a_mixture_may_choose_other_experts_rarely(built: Callable[[str], Path]) -> None:
+def test_a_mixture_may_choose_other_experts_rarely(cuda_bundle: Bundles) -> None:
     theirs = np.random.default_rng(0).standard_normal((40, 8)).astype(np.float32)
     ours = theirs + np.float32(1e-3)
     for wrong, passed in ((0, [True, True]), (1, [False, True]), (2, [False, True]), (3, [False, False])):
@@ -192,7 +167,7 @@ def test_a_mixture_may_choose_other_experts_rarely(built: Callable[[str], Path])
         assert [checks.largest_difference(ours, theirs, share) < 0.05 for share in (1.0, 0.95)] == passed
     ours[0, 3] = np.nan
     assert checks.largest_difference(ours, theirs, 0.5) == math.inf
-    target = read_manifest(built("llama-near")).target
+    target = read_manifest(cuda_bundle("llama-near")).target
     for family, compute, positions in (("llama", "fp16", 1.0), ("glm4_moe", "fp16", 0.95), ("glm4_moe", "fp32", 1.0)):
         (engine,) = target.engines
         engines = (msgspec.structs.replace(engine, compute=compute),)
@@ -200,9 +175,7 @@ def test_a_mixture_may_choose_other_experts_rarely(built: Callable[[str], Path])
         assert allowed.positions == positions
 
 
-def test_rows_committed_at_wrong_places_are_found(
-    built: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_committed_at_wrong_places_are_found(cuda_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the host's copies: the rows of the tree's first nodes instead of the path's."""
     move = DeviceCache.move
 
@@ -211,12 +184,10 @@ def test_rows_committed_at_wrong_places_are_found(
 
     monkeypatch.setattr(DeviceCache, "move", stay)
     for name in ("gpt2-tree", "gpt2-tree-portable"):
-        assert _verdicts(checks.tree_commit(built(name), TEXTS)) == [False]
+        assert _verdicts(checks.tree_commit(cuda_bundle(name), TEXTS)) == [False]
 
 
-def test_a_commit_graph_that_moves_nothing_is_found(
-    built: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_graph_that_moves_nothing_is_found(cuda_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Session.run_with_iobinding
 
     def without_commits(self: Session, binding: Binding, options: Any) -> None:
@@ -224,10 +195,10 @@ def test_a_commit_graph_that_moves_nothing_is_found(
             run(self, binding, options)
 
     monkeypatch.setattr(Session, "run_with_iobinding", without_commits)
-    assert _verdicts(checks.parity(built("gpt2-tree"), TEXTS)) == [True, True, True, False]
+    assert _verdicts(checks.parity(cuda_bundle("gpt2-tree"), TEXTS)) == [True, True, True, False]
 
 
-def test_slots_that_spoil_each_other_are_found(built: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_that_spoil_each_other_are_found(cuda_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step writes over the first rows of a slot that it has no part in, as its prompt is just being read."""
 
     def spoiling(self: Any, shape: RunShape, rows: int = 0) -> dict[str, Any]:
@@ -236,25 +207,25 @@ def test_slots_that_spoil_each_other_are_found(built: Callable[[str], Path], mon
         inputs[tensors.PAST_LENGTH][:] = 0
         return inputs
 
-    folder = built("llama-near-batch")
+    folder = cuda_bundle("llama-near-batch")
     assert _verdicts(checks.together(folder, TEXTS)) == [True]
     monkeypatch.setattr(DeviceGraph, "prepare", spoiling)
     assert _verdicts(checks.together(folder, TEXTS)) == [False]
 
 
 def test_captures_that_say_something_else_are_found(
-    built: Callable[[str], Path], gpu: OnnxRuntimeGpu, after_runs: Callable[[Disturb], None]
+    cuda_bundle: Bundles, gpu: OnnxRuntimeGpu, after_runs: Callable[[Disturb], None]
 ) -> None:
     def only_captured(session: Session, binding: Binding) -> None:
         if gpu.cuda.capturing:
             _raise_a_logit(session, binding)
 
     after_runs(only_captured)
-    assert _verdicts(checks.capture(built("llama-near"), TEXTS, 20)) == [True, False, False, True]
+    assert _verdicts(checks.capture(cuda_bundle("llama-near"), TEXTS, 20)) == [True, False, False, True]
 
 
 def test_refused_captures_and_leaks_are_found(
-    built: Callable[[str], Path], gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
+    cuda_bundle: Bundles, gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = StandIn.cudaGraphLaunch
 
@@ -264,10 +235,11 @@ def test_refused_captures_and_leaks_are_found(
 
     with monkeypatch.context() as patch:
         patch.setattr(StandIn, "cudaGraphLaunch", leaking)
-        assert _verdicts(checks.capture(built("llama-near"), TEXTS, 20)) == [True, True, True, False]
+        assert _verdicts(checks.capture(cuda_bundle("llama-near"), TEXTS, 20)) == [True, True, True, False]
+    gpu.cuda.allocations.clear()  # of which some were leaked
     gpu.cuda.refuse_capture = True
-    assert _verdicts(checks.capture(built("llama-near"), TEXTS, 20)) == [False, True, True, True]
-    assert _verdicts(checks.loads(built("llama-near"))) == [None, False, True]
+    assert _verdicts(checks.capture(cuda_bundle("llama-near"), TEXTS, 20)) == [False, True, True, True]
+    assert _verdicts(checks.loads(cuda_bundle("llama-near"))) == [None, False, True]
 
 
 def test_wrong_distributions_are_detected() -> None:

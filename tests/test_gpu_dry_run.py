@@ -5,20 +5,18 @@ change of what is launched, ``SPECEXPORT_DRY_RUN=record`` writes what is found i
 ``SPECEXPORT_DRY_RUN=full`` runs every combination instead of those that ``tests.null_cuda.bundles`` chooses.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
 from specexport.contract.methods import known, method_name, method_type
+from tests.fixtures import Bundles
 from tests.null_cuda import bundles, log
 from tests.null_cuda.install import UnavailableError, environment
 
@@ -50,13 +48,7 @@ def test_every_method_is_there() -> None:
 
 
 @pytest.mark.parametrize(("name", "slots"), bundles.cells())
-def test_dry_run(
-    name: str,
-    slots: int,
-    dry_run_bundle: Callable[[str], Path],
-    null_gpu: dict[str, str],
-    tmp_path: Path,
-) -> None:
+def test_dry_run(name: str, slots: int, dry_run_bundle: Bundles, null_gpu: dict[str, str], tmp_path: Path) -> None:
     """Loads, prefills, and steps every method greedily and sampled, on the thread that loaded it and on others; times
     steps as on load.
     """

@@ -4,10 +4,7 @@ Real graphs run on the CPU in the GPU's place (the stand-ins), so times mean not
 are measured the clock counts launches.
 """
 
-from __future__ import annotations
-
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +21,10 @@ from specexport.runtime.speculation import timing
 from specexport.runtime.speculation.costs import CostCurve
 from specexport.runtime.speculation.policy import TRIAL_STEPS, MeasuredPolicy
 from specexport.runtime.speculative import PLAIN
+from tests.fixtures import Bundles, Engines
 from tests.manifests import Price, curve
-from tests.onnxruntime_stand_in import OnnxRuntimeGpu, installed
-from tests.step_program import GREEDY, for_onnxruntime
+from tests.onnxruntime_stand_in import OnnxRuntimeGpu
+from tests.step_program import GREEDY
 from tests.streams import started
 
 pytestmark = pytest.mark.exporter  # the step program's graphs
@@ -37,31 +35,12 @@ Load = Callable[..., Engine]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnnxRuntimeGpu]:
-    with installed(monkeypatch) as module:
-        yield module
-
-
-@pytest.fixture
-def folder(
-    bundle: Callable[[str], Path], shared_accept_graphs: None, gpu: OnnxRuntimeGpu, tmp_path: Path
-) -> Callable[[str], Path]:
-    """A copy of a bundle as one that was built for onnxruntime-cuda."""
-
-    def get(name: str) -> Path:
-        copy = tmp_path / name
-        return copy if copy.exists() else for_onnxruntime(Path(shutil.copytree(bundle(name), copy)))
-
-    return get
-
-
-@pytest.fixture
-def load(folder: Callable[[str], Path]) -> Load:
+def load(cuda_bundle: Bundles) -> Load:
     """Loads a bundle with an invented curve."""
 
     def get(name: str, step: Price, propose: Price, read: float = 0.0, **options: Any) -> Engine:
-        costs = curve(read_manifest(folder(name)), step, propose, read)
-        return Engine.load(folder(name), check_hashes=False, costs=costs, **options)
+        costs = curve(read_manifest(cuda_bundle(name)), step, propose, read)
+        return Engine.load(cuda_bundle(name), check_hashes=False, costs=costs, **options)
 
     return get
 
@@ -81,16 +60,16 @@ def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: OnnxRuntime
 
 
 def test_a_bundle_is_measured_once_on_a_gpu(
-    folder: Callable[[str], Path], remembered: Path, engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
+    cuda_bundle: Bundles, remembered: Path, engine: Engines, gpu: OnnxRuntimeGpu
 ) -> None:
     """What is measured are launches of captured graphs: nothing is allocated, and the texts stay the CPU's."""
     name = "dice-mixed"
-    with Engine.load(folder(name), check_hashes=False, calibrate=False) as ruled:
+    with Engine.load(cuda_bundle(name), check_hashes=False, calibrate=False) as ruled:
         assert ruled.costs is None
         assert ruled.generate(PROMPT, GREEDY).stats.steps_by_draft.keys() == {"draft_model", "plain"}
         allocated = len(gpu.cuda.allocations)
     assert not remembered.exists()
-    with Engine.load(folder(name), check_hashes=False, calibrate=True) as first:
+    with Engine.load(cuda_bundle(name), check_hashes=False, calibrate=True) as first:
         assert len(gpu.cuda.allocations) == 2 * allocated
         assert first.backend.execution == "graph per step"
         assert first.costs is not None
@@ -104,10 +83,10 @@ def test_a_bundle_is_measured_once_on_a_gpu(
     (file,) = remembered.iterdir()
     stored = file.read_bytes()
     before = gpu.cuda.launches
-    with Engine.load(folder(name), check_hashes=False, calibrate=False):
+    with Engine.load(cuda_bundle(name), check_hashes=False, calibrate=False):
         unmeasured = gpu.cuda.launches - before
     before = gpu.cuda.launches
-    with Engine.load(folder(name), check_hashes=False, calibrate=True) as second:
+    with Engine.load(cuda_bundle(name), check_hashes=False, calibrate=True) as second:
         assert gpu.cuda.launches - before == unmeasured
         assert second.costs is not None
         assert second.costs.curve == msgspec.json.decode(stored, type=CostCurve)
@@ -123,11 +102,11 @@ def test_a_bundle_is_measured_once_on_a_gpu(
     ],
 )
 def test_proposing_costs_what_it_adds_to_a_step(
-    name: str, launches: dict[str, int], folder: Callable[[str], Path], remembered: Path
+    name: str, launches: dict[str, int], cuda_bundle: Bundles, remembered: Path
 ) -> None:
     """Any step is one launch, also one in which a draft proposes; calls of a draft that the host drives are more."""
     slots = 4 if name.endswith("batch") else 1
-    with Engine.load(folder(name), check_hashes=False, calibrate=True, max_batch_size=slots) as engine:
+    with Engine.load(cuda_bundle(name), check_hashes=False, calibrate=True, max_batch_size=slots) as engine:
         costs = engine.costs
         assert costs is not None
         assert {cost.batch for cost in costs.curve.steps} == {slots}
@@ -144,7 +123,7 @@ def test_proposing_costs_what_it_adds_to_a_step(
 # --- choices ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_draft_that_is_never_right_is_left(load: Load, engine: Callable[[str], Engine]) -> None:
+def test_a_draft_that_is_never_right_is_left(load: Load, engine: Engines) -> None:
     """As on an H200: a step of the draft takes three plain ones."""
     with load("qwen3-bad", lambda _, tokens: 6e-4, lambda _, nodes: 3e-4 * (nodes - 1), 1e-3) as measured:
         first, second = (measured.generate(PROMPT, LONG, {"method": "draft_model"}) for _ in range(2))
@@ -155,7 +134,7 @@ def test_a_draft_that_is_never_right_is_left(load: Load, engine: Callable[[str],
         assert second.stats.steps_with_draft <= TRIAL_STEPS
 
 
-def test_look_ups_take_the_place_of_a_draft(load: Load, engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+def test_look_ups_take_the_place_of_a_draft(load: Load, engine: Engines, gpu: OnnxRuntimeGpu) -> None:
     """Where rows are free and the draft is slow; each of these steps is one launch."""
     text, params = [5, 6, 7] * 8, GREEDY.replace(max_tokens=120)
     with load("gemma2-equal", lambda *_: 6e-4, lambda *_: 1e-3, 1e-3) as measured:
@@ -203,7 +182,7 @@ def test_a_draft_catches_up_and_drafts_in_the_step(load: Load, gpu: OnnxRuntimeG
             assert stream.stats.steps_with_draft == drafted + 1
 
 
-def test_requests_of_a_batch_look_up_beside_each_other(load: Load, engine: Callable[[str], Engine]) -> None:
+def test_requests_of_a_batch_look_up_beside_each_other(load: Load, engine: Engines) -> None:
     """With look-ups in some slots and a draft in others of the same step."""
     texts = ([5, 6, 7] * 8, PROMPT, [2, 4] * 9, [1, 8, 3])
     with load("dice-mixed-batch", lambda *_: 6e-4, lambda *_: 3e-4, 1e-4, max_batch_size=4) as measured:

@@ -1,7 +1,5 @@
 """Graphs that are kept as onnxruntime runs them: the same numbers, and no harm where they cannot be."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drafts that see the target's hidden states, EAGLE-3's, DFlash's and MTP layers: texts, bundles, engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,6 +33,7 @@ from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_mtp
 from tests.engine_bundles import SMALL
+from tests.fixtures import Bundles
 from tests.hidden_states import GREEDY, changed
 from tests.streams import started, tokens_of
 from tests.test_mtp import PUBLISHED
@@ -48,7 +47,7 @@ SMALL_TREES = {"eagle3": 3, "dflash": 5, "mtp": 3}
 
 
 @pytest.mark.parametrize("name", ["dice-eagle3", "dice-dflash", "dice-dflash-portable", "dice-mtp"])
-def test_greedy_text_is_plain_decoding_s_in_every_tree(bundle: Callable[[str], Path], name: str) -> None:
+def test_greedy_text_is_plain_decoding_s_in_every_tree(bundle: Bundles, name: str) -> None:
     """With drafts that are often right: prompts of all lengths, begun anew, alike, and after other methods."""
     method, draw, reached = name.split("-")[1], np.random.default_rng(1), 0
     small = Speculative(method=method, num_speculative_tokens=SMALL_TREES[method])
@@ -65,7 +64,7 @@ def test_greedy_text_is_plain_decoding_s_in_every_tree(bundle: Callable[[str], P
 
 
 @pytest.mark.parametrize("method", SMALL_TREES)
-def test_a_shared_beginning_is_drafted_from(bundle: Callable[[str], Path], method: str) -> None:
+def test_a_shared_beginning_is_drafted_from(bundle: Bundles, method: str) -> None:
     """The draft's rows of a text that begins alike are taken over; what it never saw the target reads again."""
     prompt, params = np.random.default_rng(2).integers(3, 12, 30).tolist(), GREEDY.replace(max_tokens=8)
     with Engine.load(bundle(f"dice-{method}"), threads=1, prefix_cache=False) as engine:
@@ -83,7 +82,7 @@ def test_a_shared_beginning_is_drafted_from(bundle: Callable[[str], Path], metho
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("method", SMALL_TREES)
-def test_several_requests_at_once(bundle: Callable[[str], Path], method: str) -> None:
+def test_several_requests_at_once(bundle: Bundles, method: str) -> None:
     """What is drafted of one does not depend on the others, though their trees are of different depths."""
     draw = np.random.default_rng(3)
     prompts = [draw.integers(3, 12, length).tolist() for length in (1, 4, 9, 2, 17, 30)]

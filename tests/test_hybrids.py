@@ -1,7 +1,5 @@
 """Layers without attention: what transformers computes, however the text is cut into steps, and back again."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +35,7 @@ from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.states import KeptStates, cell_rows
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, HYBRIDS, VOCAB, make_checkpoint
+from tests.fixtures import Bundles, Engines
 from tests.manifests import put
 from tests.streams import started, tokens_of
 from tests.ways import ways
@@ -206,7 +205,7 @@ def test_a_step_graph_becomes_an_engine(family: str, layers: dict[str, list[str]
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-def test_a_step_goes_back_to_any_token(name: str, engine: Callable[[str], Engine]) -> None:
+def test_a_step_goes_back_to_any_token(name: str, engine: Engines) -> None:
     """A hypothesis that is wrong here and there, so that every number of draft tokens is taken back."""
     model, taken = engine(name), set()
     for length in (3, 8, 21, 70):
@@ -221,7 +220,7 @@ def test_a_step_goes_back_to_any_token(name: str, engine: Callable[[str], Engine
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-def test_logits_do_not_depend_on_how_a_text_was_cut(name: str, bundle: Callable[[str], Path]) -> None:
+def test_logits_do_not_depend_on_how_a_text_was_cut(name: str, bundle: Bundles) -> None:
     """By the model's own log-probabilities, which a prompt's are by chunks and an output's by steps."""
     request = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1)
     with Engine.load(bundle(name), threads=1) as model:
@@ -241,7 +240,7 @@ def test_logits_do_not_depend_on_how_a_text_was_cut(name: str, bundle: Callable[
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("name", ["qwen3_5_text-hybrid-batch", "dice-hybrid-batch", "dice-hybrid-portable"])
-def test_requests_together_are_as_alone(name: str, bundle: Callable[[str], Path]) -> None:
+def test_requests_together_are_as_alone(name: str, bundle: Bundles) -> None:
     """Of unequal lengths, coming and going, so that slots are taken over and moved."""
     random = np.random.default_rng(2)
     with Engine.load(bundle(name), threads=1) as model:
@@ -257,7 +256,7 @@ def test_requests_together_are_as_alone(name: str, bundle: Callable[[str], Path]
 
 
 @pytest.mark.parametrize("name", ["lfm2-hybrid", "qwen3_5_text-hybrid"])
-def test_continued_texts_reuse_the_cache_or_are_read_again(name: str, bundle: Callable[[str], Path]) -> None:
+def test_continued_texts_reuse_the_cache_or_are_read_again(name: str, bundle: Bundles) -> None:
     prompt = [5 + (3 * at) % 150 for at in range(27)]
     with Engine.load(bundle(name), threads=1) as model:
         first = model.generate(prompt, GREEDY, PLAIN)
@@ -274,7 +273,7 @@ def test_continued_texts_reuse_the_cache_or_are_read_again(name: str, bundle: Ca
 
 
 @pytest.mark.parametrize("name", ["lfm2-hybrid", "qwen3_5_text-hybrid", "lfm2-hybrid-portable"])
-def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Callable[[str], Path]) -> None:
+def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Bundles) -> None:
     """Every number of its tokens taken back, another token behind them; q is transformers' of the text that stayed."""
     opened = Bundle.open(bundle(name))
     method = opened.manifest.methods[0]
@@ -336,7 +335,7 @@ def test_chain_only_methods_refuse_trees(tmp_path: Path) -> None:
         Engine.load(tmp_path / "out", backend="onnxruntime-cuda")
 
 
-def test_manifests_describe_graph_inputs(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_manifests_describe_graph_inputs(bundle: Bundles, tmp_path: Path) -> None:
     for number, (place, value, text) in enumerate(
         (
             ("target.states.0.conv_size", 7, r"states\[0\]"),

@@ -1,7 +1,5 @@
 """A text given up front: it is followed, found again after a rejection, and never changes what is said."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -17,12 +15,12 @@ from specexport.cli import main
 from specexport.contract.errors import RequestError
 from specexport.contract.tree import TokenTree
 from specexport.methods.hypothesis import GUESS, TRUST, Hypothesis, HypothesisProposer, Tracker
-from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import SamplingParams
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.sampling import accept_relaxed
 from specexport.runtime.speculative import PLAIN
+from tests.fixtures import Bundles, Engines
 
-Engines = Callable[[str], Engine]
 NAME = "qwen3-lookup"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 SIZES = (16, 8, 4, 2)
@@ -241,7 +239,7 @@ def test_certain_hypotheses_skip_the_model(engine: Engines) -> None:
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 
-def test_run(bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run(bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", str(bundle(NAME)), "-p", "one two", "-n", "24", "--temperature", "0", "--ignore-eos", "--json"]
     words.append("--no-calibrate")
     assert main([*words, "--no-speculation"]) == 0

@@ -1,19 +1,18 @@
 """Imports: the runtime needs nothing of the exporter, and modules that tests never load name what exists."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import specexport
+from tests.fixtures import Bundles
 
 FORBIDDEN = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "scipy", "safetensors", "huggingface_hub")
 
@@ -43,7 +42,7 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_generating_loads_nothing_the_exporter_needs(bundle: Callable[[str], Path]) -> None:
+def test_generating_loads_nothing_the_exporter_needs(bundle: Bundles) -> None:
     out = run(PROGRAM, str(bundle("dice-near")), *FORBIDDEN)
     assert json.loads(out.splitlines()[-1]) == [[], [], [], [], 9]
 
@@ -77,7 +76,7 @@ print(len(report.engines))
 
 
 @pytest.mark.exporter
-def test_devices_compile_engines_without_torch(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_devices_compile_engines_without_torch(bundle: Bundles, tmp_path: Path) -> None:
     """With the [compile] extra alone; the step program's graphs are in the bundle."""
     from tests.step_program import for_onnxruntime
 

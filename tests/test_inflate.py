@@ -1,7 +1,5 @@
 """Enlarging a checkpoint keeps what it computes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

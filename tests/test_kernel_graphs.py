@@ -1,7 +1,5 @@
 """Operators that the kernels claim, in small graphs: the numbers are onnxruntime's, and what does not fit is said."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -9,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 import pytest
 
 from specexport.contract.errors import BackendError
 from specexport.runtime.backends.onnxruntime import kernels
 from specexport.runtime.backends.onnxruntime.graph import open_session
 from specexport.runtime.backends.onnxruntime.kernels import PackedWeights
+from tests.reference import plain_session
 
 onnx = pytest.importorskip("onnx")
 
@@ -208,10 +206,8 @@ def beside_a_product(body: str, constants: Arrays, columns: int) -> tuple[str, A
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_onnxruntime_s(tmp_path: Path, name: str) -> None:
     body, inputs, constants = CASES[name]
-    plain = ort.SessionOptions()
-    plain.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     path = save(tmp_path / "theirs.onnx", body, inputs, constants)
-    theirs = ort.InferenceSession(str(path), plain, providers=["CPUExecutionProvider"])
+    theirs = plain_session(path)
     (expected,) = theirs.run(None, inputs)
     body, constants = beside_a_product(body, constants, expected.shape[-1])
     session = open_session(save(tmp_path / "ours.onnx", body, inputs, constants), 2, "native", "fp32")

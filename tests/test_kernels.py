@@ -1,13 +1,13 @@
-"""Which kernels compute on the CPU: found, said in one line, turned off, and done without."""
-
-from __future__ import annotations
+"""Which kernels compute on the CPU: found, said in one line, turned off, done without; and their own tests."""
 
 import os
+import platform
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +18,7 @@ from specexport.cli import main
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.onnxruntime import kernels
 from specexport.runtime.backends.onnxruntime.kernels import PackedWeights
+from tests.fixtures import Bundles
 
 ALONE = "onnxruntime's alone, where texts may differ at two tokens that are about equally likely: "
 MISSING = ALONE + "specexport's are not compiled; install a C++ compiler, then run pip install again"
@@ -49,7 +50,7 @@ def test_an_old_onnxruntime_does_without(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @needs_library
 def test_commands_say_which_kernels_compute(
-    bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bundle: Bundles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(bundle("llama-near"))
     words = ["run", folder, "--prompt", "one", "-n", "2", "--stats", "--no-calibrate"]
@@ -65,7 +66,7 @@ def test_commands_say_which_kernels_compute(
     assert "SPECEXPORT_KERNELS is 'no'; expected 0" in capsys.readouterr().err
 
 
-def test_the_server_says_at_its_start_which_kernels_compute(bundle: Callable[[str], Path]) -> None:
+def test_the_server_says_at_its_start_which_kernels_compute(bundle: Bundles) -> None:
     words = [sys.executable, "-m", "specexport", "serve", str(bundle("llama-near")), "--port", "0", "--no-calibrate"]
     environment = {**os.environ, "SPECEXPORT_KERNELS": "0"}
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -79,7 +80,7 @@ def test_the_server_says_at_its_start_which_kernels_compute(bundle: Callable[[st
 
 
 @needs_library
-def test_texts_are_the_same_without_them(bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_the_same_without_them(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     def text() -> tuple[int, ...]:
         with Engine.load(bundle("llama-near"), threads=1, calibrate=False) as engine:
             return tuple(engine.generate([5, 6, 7, 8], SamplingParams(max_tokens=12, temperature=0.0)).token_ids)
@@ -103,3 +104,72 @@ def test_packed_weights_are_looked_for_kept_and_forgotten(tmp_path: Path, monkey
     assert PackedWeights.of("files", keep=False) == packed  # which is used now
     assert PackedWeights.of("files", keep=True) == packed
     assert sorted(packed.folder.iterdir()) == sorted((mine, recent))
+
+
+# --- the kernels' own tests, in C++ -----------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).parents[1]
+_BUILD = runpy.run_path(str(ROOT / "kernels" / "build.py"))
+_SANITIZED = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+
+
+def _run(folder: Path, rounds: int, patterns: list[str], *flags: str) -> str:
+    """Compiles the tests with some of the kernels, runs that many rounds, and returns what is printed."""
+    program, room = folder / "kernels_test", ROOT / "kernels"
+    sources = [room / "packing.cc", room / "kernels.cc", *sorted((room / "tests").glob("*.cc"))]
+    sources += [source for pattern in patterns for source in sorted(room.glob(f"{pattern}.cc"))]
+    try:
+        _BUILD["build"](program, ROOT / "build" / "kernels", flags, sources, shared=False)
+    except _BUILD["CompilerError"] as error:
+        if "no C++ compiler" in str(error):
+            pytest.skip(str(error))
+        raise
+    done = subprocess.run([str(program), str(rounds)], env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"},
+                          capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_instruction_set_keeps_the_contract(tmp_path: Path) -> None:
+    assert "portable: 60 rounds" in _run(tmp_path, 60, ["kernels_*"])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
+def test_instructions_that_few_processors_have_are_emulated(tmp_path: Path) -> None:
+    # As many kernels as there are for x86-64, on every processor with AVX2. Compiling them for speed takes a minute.
+    patterns = ["kernels_avx2", "kernels_portable", "tests/emulated/*"]
+    printed = _run(tmp_path, 30, patterns, "-DSPECEXPORT_EMULATED", "-Wno-psabi", "-O1")
+    if "avx2" not in printed:
+        pytest.skip("this processor has no AVX2, which the emulation is compiled for")
+    assert all(f"{name}: 30 rounds" in printed for name in ("avx512-amx", "avx512-vnni", "avx-vnni"))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
+def test_instructions_that_a_compiler_does_not_know_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plain, tiles, old = tmp_path / "plain.cc", tmp_path / "kernels_amx.cc", tmp_path / "old"
+    plain.write_text("extern const int tiles __attribute__((weak)); int main() { return &tiles ? 1 : 0; }")
+    tiles.write_text("extern const int tiles; const int tiles = 1;")
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    old.write_text(f'#!/bin/sh\ncase "$*" in *-mamx*) exit 1;; esac\nexec {compiler} "$@"\n')
+    old.chmod(0o755)
+    for chosen, status in ((compiler, 1), (str(old), 0)):
+        monkeypatch.setenv("CXX", chosen)
+        _BUILD["build"](tmp_path / "program", tmp_path, (), [plain, tiles], shared=False)
+        assert subprocess.run([tmp_path / "program"], check=False).returncode == status
+    said = capfd.readouterr().err
+    assert f"kernels: {old} does not know -mavx2" in said and said.count("\n") == 1
+
+
+def test_addresses_and_arithmetic_are_defined(tmp_path: Path) -> None:
+    assert "rounds" in _run(
+        tmp_path, 6, ["kernels_avx2", "kernels_neon", "kernels_portable"], "-fsanitize=address,undefined", *_SANITIZED
+    )
+
+
+def test_teams_are_free_of_races(tmp_path: Path) -> None:
+    assert "portable: 4 rounds" in _run(tmp_path, 4, ["kernels_portable"], "-fsanitize=thread", *_SANITIZED)

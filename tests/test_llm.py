@@ -1,7 +1,5 @@
 """``LLM``: what vLLM's users type, and what they get back."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import fcntl
@@ -13,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from specexport import LLM, SamplingParams
 from specexport.contract.errors import BackendError, BuildError, RequestError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
 from specexport.contract.tree import TokenTree
-from specexport.runtime import Engine
+from tests.fixtures import Bundles, Engines
 
 NAME = "llama-near"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -32,7 +29,7 @@ PROMPTS = ["one two three", "the of and", "what"]
 
 
 @pytest.fixture(scope="module")
-def llm(bundle: Callable[[str], Path]) -> LLM:
+def llm(bundle: Bundles) -> LLM:
     return LLM(bundle=bundle(NAME), threads=1, calibrate=False)
 
 
@@ -93,12 +90,12 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 """
 
 
-def test_a_forked_process_opens_its_own(bundle: Callable[[str], Path]) -> None:
+def test_a_forked_process_opens_its_own(bundle: Bundles) -> None:
     """Freeing the parent's waits for threads that a child does not have."""
     subprocess.run([sys.executable, "-c", FORKED, bundle(NAME)], check=True, timeout=120)
 
 
-def test_outputs_are_the_engines_in_order(llm: LLM, engine: Callable[[str], Engine]) -> None:
+def test_outputs_are_the_engines_in_order(llm: LLM, engine: Engines) -> None:
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     for index, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
         expected = engine(NAME).generate(prompt, GREEDY)
@@ -139,7 +136,7 @@ def test_logprobs_are_by_token_with_their_text(llm: LLM) -> None:
         assert all(isinstance(value.decoded_token, str) for value in entry.values())
 
 
-def test_an_engine_seed_reproduces_requests_by_their_order(bundle: Callable[[str], Path]) -> None:
+def test_an_engine_seed_reproduces_requests_by_their_order(bundle: Bundles) -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     texts = []
     for seed in (1, 1, 2):
@@ -149,7 +146,7 @@ def test_an_engine_seed_reproduces_requests_by_their_order(bundle: Callable[[str
     assert len(set(texts[0])) == 3
 
 
-def test_max_model_len_bounds_prompt_and_output(bundle: Callable[[str], Path]) -> None:
+def test_max_model_len_bounds_prompt_and_output(bundle: Bundles) -> None:
     with LLM(bundle=bundle(NAME), max_model_len=20, threads=1, calibrate=False) as llm:
         for params in (GREEDY, GREEDY.replace(max_tokens=None), GREEDY.replace(max_tokens=100, min_tokens=50)):
             (output,) = llm.generate([5] * 15, params, use_tqdm=False)
@@ -167,14 +164,14 @@ def test_nothing_runs_if_one_request_is_refused(llm: LLM) -> None:
         llm.generate([[5], [9999]], GREEDY, use_tqdm=False)
 
 
-def test_a_bundle_may_be_named_as_the_model(bundle: Callable[[str], Path]) -> None:
+def test_a_bundle_may_be_named_as_the_model(bundle: Bundles) -> None:
     config = {"method": "draft_model", "num_speculative_tokens": 2}
     with LLM(str(bundle(NAME)), speculative_config=config, calibrate=False) as llm:
         (output,) = llm.generate("one two", GREEDY, use_tqdm=False)
         assert output.outputs[0].metrics.drafted <= 2 * output.outputs[0].metrics.steps_with_draft
 
 
-def test_prompts_have_log_probabilities(bundle: Callable[[str], Path]) -> None:
+def test_prompts_have_log_probabilities(bundle: Bundles) -> None:
     with LLM(bundle=bundle(NAME), threads=1, calibrate=False) as llm:
         scored, plain = llm.generate(
             [[5, 6, 7, 8], [5, 6]], [GREEDY.replace(prompt_logprobs=1, max_tokens=0), GREEDY], use_tqdm=False
@@ -187,7 +184,7 @@ def test_prompts_have_log_probabilities(bundle: Callable[[str], Path]) -> None:
     assert scored.outputs[0].token_ids == ()
 
 
-def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
+def test_the_backend_is_the_engines(bundle: Bundles) -> None:
     with LLM(bundle=bundle(NAME), threads=1, calibrate=False, backend="onnxruntime") as llm:
         assert llm._frontend.engine.backend.device.startswith("onnxruntime, ")
     with pytest.raises(BackendError, match="there is no backend 'abacus'; expected one of onnxruntime"):
@@ -236,7 +233,7 @@ def test_the_backend_is_the_engines(bundle: Callable[[str], Path]) -> None:
         ({"bundle": b"x"}, "bundle is b'x'; expected a text or a path"),
     ],
 )
-def test_wrong_options_are_named(bundle: Callable[[str], Path], options: dict[str, Any], words: str) -> None:
+def test_wrong_options_are_named(bundle: Bundles, options: dict[str, Any], words: str) -> None:
     fields = {key: str(bundle(NAME)) if value == "{}" else value for key, value in options.items()}
     with pytest.raises(BuildError, match=words):
         LLM(**fields)
@@ -346,7 +343,7 @@ def test_a_wrong_config_is_named(arguments: Any, words: str) -> None:
         read_methods(arguments)
 
 
-def test_a_bundles_text_methods_take_their_options_in_the_config(bundle: Callable[[str], Path]) -> None:
+def test_a_bundles_text_methods_take_their_options_in_the_config(bundle: Bundles) -> None:
     fields = [{"method": "suffix", "store_tokens": 400}, {"method": "ngram", "prompt_lookup_max": 3}]
     with LLM(bundle=bundle(NAME), speculative_config=fields, threads=1, calibrate=False) as first:
         methods = first._frontend.engine.methods
@@ -359,7 +356,7 @@ def test_a_bundles_text_methods_take_their_options_in_the_config(bundle: Callabl
 
 
 @pytest.mark.parametrize("config", [None, "hypothesis", {"method": "hypothesis", "num_speculative_tokens": [8, 2]}])
-def test_requests_may_always_have_a_hypothesis(bundle: Callable[[str], Path], config: Any) -> None:
+def test_requests_may_always_have_a_hypothesis(bundle: Bundles, config: Any) -> None:
     with LLM(bundle=bundle(NAME), speculative_config=config, threads=1, calibrate=False) as first:
         prompts = [[9, 8, 7, 6, 5], [5, 6, 7]]
         before = [output.outputs[0].token_ids for output in first.generate(prompts, GREEDY, use_tqdm=False)]

@@ -1,7 +1,5 @@
 """Where checkpoints lie: folders, and the hub, of which only the files that are needed are fetched."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

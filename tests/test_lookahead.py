@@ -1,9 +1,6 @@
 """Lookahead decoding: the window against its definition, and the whole against a plain torch implementation."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +11,12 @@ from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.methods import read_methods
 from specexport.contract.tree import TokenTree
 from specexport.methods.lookahead import Lookahead, LookaheadProposer, NgramPool, Trajectory, guess_tree
-from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import SamplingParams
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN
 from specexport.tree_search import record_proposals
+from tests.fixtures import Engines
 
-Engines = Callable[[str], Engine]
 NAME = "qwen3-lookahead"
 W, N, G = 5, 4, 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)

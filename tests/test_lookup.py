@@ -1,12 +1,10 @@
 """N-gram lookup and the suffix automaton: what they find, against a slow search, and that nothing stays behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,10 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import SlotView, longest_chain
 from specexport.runtime.speculative import PLAIN
 from specexport.tree_search import record_proposals
+from tests.fixtures import Bundles, Engines
 from tests.manifests import curve
 from tests.serving import served
 
-Engines = Callable[[str], Engine]
 NAME = "qwen3-lookup"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 COPY = [*range(20, 60), *range(20, 30)]
@@ -337,7 +335,7 @@ def test_cancelled_requests_leave_nothing_behind(engine: Engines) -> None:
         assert slots == {}
 
 
-def test_an_engine_keeps_earlier_outputs_on_request(bundle: Callable[[str], Path], engine: Engines) -> None:
+def test_an_engine_keeps_earlier_outputs_on_request(bundle: Bundles, engine: Engines) -> None:
     with Engine.load(bundle(NAME), threads=1, methods={"method": "suffix", "store_tokens": 400}) as loaded:
         plain = loaded.generate(RANDOM, GREEDY, PLAIN)
         runs = [loaded.generate(RANDOM, GREEDY, "suffix") for _ in range(3)]
@@ -356,7 +354,7 @@ def test_an_engine_keeps_earlier_outputs_on_request(bundle: Callable[[str], Path
 
 
 @pytest.mark.exporter
-def test_verify_covers_look_ups(bundle: Callable[[str], Path]) -> None:
+def test_verify_covers_look_ups(bundle: Bundles) -> None:
     from specexport.verify.bundle import verify
 
     report = verify(bundle(NAME), prompts=("one two three one two three one", "some words"), max_tokens=24)
@@ -397,9 +395,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=[(), ("hypothesis",)], ids=["none", "hypothesis"])
-def folder(
-    request: pytest.FixtureRequest, bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def folder(request: pytest.FixtureRequest, bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle that is built for nothing, or for hypotheses alone, which no request has by itself."""
     folder = shutil.copytree(bundle("qwen3-lookup"), tmp_path_factory.mktemp("default") / "bundle")
     manifest = read_manifest(folder)
@@ -467,7 +463,7 @@ def test_inspect_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert ("text is looked up where that pays" in shown) == (not read_manifest(folder).methods)
 
 
-def test_the_server_lists_every_method(folder: Path, bundle: Callable[[str], Path]) -> None:
+def test_the_server_lists_every_method(folder: Path, bundle: Bundles) -> None:
     with served(folder) as server:
         model, *_ = httpx.get(f"{server.url}/v1/models").json()["data"]
         assert {method["name"]: method["num_speculative_tokens"] for method in model["methods"]} == {

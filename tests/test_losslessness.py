@@ -1,7 +1,5 @@
 """The proof: whatever the draft says, the target's own text comes out, token for token or in distribution."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import zlib
@@ -21,6 +19,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import step as step_module
 from specexport.runtime.sampling import Distributions, accept_sampled, target_distribution
 from specexport.runtime.speculative import PLAIN, Speculative
+from tests.fixtures import Bundles, Engines
 from tests.reference import Text, draw_candidates, exact_texts, prefix_p_values, text_distribution, warped
 
 RUNS, ENGINE_RUNS = 3_000, 1_200
@@ -53,9 +52,7 @@ ALL_BUNDLES = GREEDY_BUNDLES + TREE_BUNDLES + OTHER_BUNDLES + HYBRID_BUNDLES + P
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK_BUNDLES else pytest.mark.slow) for name in ALL_BUNDLES]
 )
-def test_greedy_text_equals_transformers(
-    name: str, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
-) -> None:
+def test_greedy_text_equals_transformers(name: str, engine: Engines, oracle: Callable[[str], Any]) -> None:
     """For every tree of every method, and without speculation; ``oracle`` is ``generate(do_sample=False)``."""
     cases = oracle(name)["greedy"]
     assert len(cases) >= 20
@@ -79,9 +76,7 @@ def same_but_for_ties(case: dict[str, Any], tokens: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.slow
-def test_greedy_drafts_are_accepted_as_far_as_they_are_good(
-    engine: Callable[[str], Engine], oracle: Callable[[str], Any]
-) -> None:
+def test_greedy_drafts_are_accepted_as_far_as_they_are_good(engine: Engines, oracle: Callable[[str], Any]) -> None:
     """The texts above were made in all the ways there are: drafts mostly rejected, mixed, and all accepted."""
     rates = {}
     for name in GREEDY_BUNDLES:
@@ -98,7 +93,7 @@ def test_greedy_drafts_are_accepted_as_far_as_they_are_good(
 
 
 @pytest.mark.slow
-def test_trees_are_walked(engine: Callable[[str], Engine], oracle: Callable[[str], Any]) -> None:
+def test_trees_are_walked(engine: Engines, oracle: Callable[[str], Any]) -> None:
     """Every depth is reached, and none always: what the texts above are made of."""
     for name in (*TREE_BUNDLES, "qwen3-mlp"):
         reached = np.zeros(3)
@@ -123,7 +118,7 @@ def ways(engine: Engine) -> list[Speculative]:
 
 @pytest.mark.parametrize("name", ["llama-near", "qwen3-medusa"])
 def test_methods_that_need_no_graph_work_in_every_bundle(
-    name: str, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
+    name: str, engine: Engines, oracle: Callable[[str], Any]
 ) -> None:
     """A bundle that was built without them verifies their chains too."""
     loaded = engine(name)
@@ -196,7 +191,7 @@ ENGINE_SETTINGS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ENGINE_SETTINGS, ids=str)
 def test_the_engine_samples_the_target_distribution(
-    setting: Setting, engine: Callable[[str], Engine], oracle: Callable[[str], Any]
+    setting: Setting, engine: Engines, oracle: Callable[[str], Any]
 ) -> None:
     texts, rate = engine_texts(engine(f"dice-{setting.draft}"), setting)
     exact = exact_texts(oracle(f"dice-{setting.draft}")["next_logits"], setting.params, LENGTH)
@@ -205,9 +200,7 @@ def test_the_engine_samples_the_target_distribution(
 
 
 @pytest.mark.slow
-def test_a_store_of_earlier_outputs_changes_nothing(
-    bundle: Callable[[str], Path], oracle: Callable[[str], Any]
-) -> None:
+def test_a_store_of_earlier_outputs_changes_nothing(bundle: Bundles, oracle: Callable[[str], Any]) -> None:
     setting = Setting("suffix", 5, SamplingParams(temperature=0.9))
     with Engine.load(bundle("dice-suffix"), threads=1, methods={"method": "suffix", "store_tokens": 200}) as engine:
         texts, _ = engine_texts(engine, setting)
@@ -386,7 +379,7 @@ def test_a_wrong_acceptance_is_found_out(draft: str, wrong: Accept) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [without_residual, with_one_noise, always])
 def test_an_engine_that_accepts_wrongly_is_found_out(
-    engine: Callable[[str], Engine], oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, wrong: Accept
+    engine: Engines, oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, wrong: Accept
 ) -> None:
     monkeypatch.setattr(step_module, "accept_sampled", wrong)
     setting = ENGINE_SETTINGS[1]
@@ -460,7 +453,7 @@ def test_p_values_that_are_too_small_or_not_uniform_are_found() -> None:
 
 
 def test_the_benchmark_of_exactness_decodes_in_every_way_and_says_where_texts_part(
-    engine: Callable[[str], Engine], bundle: Callable[[str], Path]
+    engine: Engines, bundle: Bundles
 ) -> None:
     name, prompts = "qwen3-lookup-batch", [[5, 6, 7, 8, 5, 6, 7], [9, 10, 11], [40], [5, 6, 5, 6], [70, 71]]
     loaded, cells = engine(name), exactness.cells(bundle(name), "fp32")

@@ -1,14 +1,10 @@
 """Mixtures of experts and attention sinks: what transformers computes, from the experts that are used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
-import onnxruntime as ort
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -28,11 +24,12 @@ from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import BuildOptions, CompileOptions, Storage
 from specexport.exporter.passes import simplify
 from specexport.exporter.passes.experts import lower_experts
-from specexport.exporter.weights import WeightsFile
 from specexport.graphs.step import StepModule
 from tests.checkpoints import GROUPED, WINDOW, make_checkpoint
 from tests.engine_bundles import SMALL
+from tests.reference import plain_session
 from tests.test_families import TOLERANCE, Family, Graph, differences, random_text
+from tests.test_weights import stored_graph
 
 pytestmark = pytest.mark.exporter
 
@@ -115,10 +112,7 @@ def test_experts_of_a_cpu_are_products_of_their_own(family: Family) -> None:
 def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_path: Path, kind: StoredAs) -> None:
     """And the router stays in fp32."""
     model = ir.load(family.folder / "step.onnx")
-    with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage(kind, 32))
-    passes.RemoveUnusedNodesPass()(model)
-    ir.save(model, tmp_path / "step.onnx")
+    weights = stored_graph(model, tmp_path / "step.onnx", Storage(kind, 32))
     assert not weights.report.not_quantized
     stored = {str(value.name): value for value in model.graph.initializers.values()}
     integers = [value for name, value in stored.items() if name.endswith(f".{kind}.experts")]
@@ -145,10 +139,7 @@ def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_pa
 def test_a_gpu_chooses_the_experts_of_the_cpu(family: Family, tmp_path: Path, kind: StoredAs, compiled: bool) -> None:
     """In half precision too, from scores and masks in fp32."""
     model, master, source = ir.load(family.folder / "step.onnx"), tmp_path / "step.onnx", tmp_path / "half.onnx"
-    with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage(kind, 32))
-    passes.RemoveUnusedNodesPass()(model)
-    ir.save(model, master)
+    stored_graph(model, master, Storage(kind, 32))
     write_source(master, source, "fp16", 0, {}, compiled=compiled)
     nodes = ir.load(source).graph
     scores = [node.outputs[0] for node in nodes if node.op_type == "MatMul" and node.outputs[0].shape[-1] == EXPERTS]
@@ -164,11 +155,8 @@ def test_a_gpu_chooses_the_experts_of_the_cpu(family: Family, tmp_path: Path, ki
 
 def _logits(path: Path, checkpoint: Checkpoint, text: list[int]) -> np.ndarray:
     """The logits ``[N,V]`` of a graph that computes in any type, without onnxruntime's own rounding of activations."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     graph = Graph(path, checkpoint, 1, len(text))
-    graph.session = ort.InferenceSession(str(path), options)
+    graph.session = plain_session(path)
     halves = {value.name for value in graph.session.get_inputs() if value.type == "tensor(float16)"}
     graph.caches = {
         name: np.zeros_like(rows, np.float16 if name in halves else np.float32) for name, rows in graph.caches.items()
@@ -185,9 +173,7 @@ def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: StoredAs
     folder = make_checkpoint(tmp_path, "qwen3_moe", **{**MIXTURES["qwen3_moe"], **sizes})
     loaded = load_checkpoint(str(folder))
     model = _step_graph(loaded, branches=FORMS[form])
-    with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage(kind, 32))
-    passes.RemoveUnusedNodesPass()(model)
+    stored_graph(model, tmp_path / "step.onnx", Storage(kind, 32))
     branches = [graph for graph in model.graph.subgraphs() if graph.name == "chosen"]
     read = sum(value.const_value.nbytes for branch in branches for value in branch.initializers.values()) * USED / 16
     for value in model.graph.initializers.values():

@@ -1,11 +1,10 @@
-"""MLP speculators: what is read, what is refused, and that the graph proposes what the formulas say."""
-
-from __future__ import annotations
+"""MLP speculators: what is read, what is refused, that the graph proposes by the formulas, and training."""
 
 import json
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -33,16 +32,20 @@ from specexport.exporter.engines.source import model_jobs, write_source
 from specexport.exporter.method import TargetInfo, exporter_of
 from specexport.exporter.options import BuildOptions
 from specexport.exporter.set_tree import set_default_tree
-from specexport.methods.mlp_speculator import MlpSpeculator, MlpSpeculatorProposer
+from specexport.methods.mlp_speculator import MlpSpeculator, MlpSpeculatorProposer, SpeculatorTraining
 from specexport.methods.mlp_speculator.export import read_speculator, trace_speculator
+from specexport.methods.mlp_speculator.train import new_speculator, stage_losses
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import RunShape
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN
+from specexport.training.predictions import measure_over_hidden
 from specexport.tree_search import record_proposals
 from specexport.verify.bundle import verify
-from tests.checkpoints import VOCAB, make_checkpoint, make_speculator
+from tests.checkpoints import VOCAB, make_checkpoint, make_model, make_speculator
+from tests.fixtures import Bundles
 from tests.reference import draw_candidates
+from tests.training import CPU, train_over, training_options, windows_of, write_words
 from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
@@ -368,7 +371,7 @@ def test_bundle_text_equals_the_checkpoints(
     assert [check.name for check in checks if check.passed is False] == ["mlp_speculator"]
 
 
-def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Callable[[str], Path]) -> None:
+def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Bundles) -> None:
     """One that is as deep as another and as wide as a third needs shapes of its own."""
     out = copytree(bundle("qwen3-mlp"), tmp_path / "bundle")
     before = set(read_manifest(out).models["speculator"].graph.points)
@@ -394,7 +397,7 @@ def test_build_inspect_and_refusals(
     tmp_path: Path,
     target: Path,
     speculators: Callable[[bool, bool], Path],
-    bundle: Callable[[str], Path],
+    bundle: Bundles,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "bundle"
@@ -414,3 +417,47 @@ def test_build_inspect_and_refusals(
     assert not (tmp_path / "no").exists()
     with pytest.raises(RequestError, match=r"mlp_speculator.model was given, but .* was built without it"):
         verify(bundle("qwen3-medusa"), sources={"mlp_speculator.model": str(speculators(False, False))})
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def options(target: Path, tmp_path: Path) -> Callable[..., SpeculatorTraining]:
+    return partial(training_options, "mlp_speculator", target, tmp_path)
+
+
+@pytest.mark.slow
+def test_stages_learn_the_next_token(tmp_path: Path, options: Callable[..., SpeculatorTraining]) -> None:
+    """In a language in which either of two tokens follows each: who does not see it must guess among four, or eight."""
+    model: Any = make_model("llama")
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(40, (96, 24), generator=generator)
+    for at in range(1, 24):
+        ids[:, at] = (ids[:, at - 1] + 7 + 12 * torch.randint(2, (96,), generator=generator)) % 40
+    ids += 100
+    windows = windows_of(ids)
+    torch.manual_seed(0)
+    speculator = new_speculator(options(n_predict=3, inner_dim=64, tie_weights=True, scale_input=True), model)
+    trained = train_over(
+        speculator, partial(stage_losses, speculator), model, windows,
+        tmp_path / "stages.pt", steps=120, batch_size=24, lr=5e-3,
+    )  # fmt: skip
+    losses = partial(stage_losses, speculator)
+    accuracy = measure_over_hidden(losses, len(speculator), model, windows, CPU)
+    assert all(sum(row[:2]) > 0.9 for row in accuracy.ranks), accuracy.ranks
+    chain = sum(accuracy.paths[(0,) * depth] for depth in (1, 2, 3))
+    assert accuracy.chain_length == pytest.approx(1 + chain)
+    assert chain > 0.7
+    assert len(trained.history[-1]["top-1"]) == 3
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_record(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "mlp-speculator", "--target", str(target), "--data", str(write_words(tmp_path))]
+    assert (
+        main([*words, "--seq-len", "32", "--steps", "3", "--n-predict", "2", "-o", str(tmp_path / "o"), "--json"]) == 0
+    )
+    record = json.loads(capsys.readouterr().out)
+    assert [entry["step"] for entry in record["data"]["history"]] == [3]
+    assert len(record["stage_accuracy"]) == 2

@@ -1,7 +1,5 @@
 """What a model says of its texts, over HTTP and on the command line: a request's own values come before it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 from specexport.cli import main
 from specexport.llm import LLM
 from specexport.runtime import SamplingParams
+from tests.fixtures import Bundles
 from tests.manifests import rewritten
 from tests.serving import NAME, Served, served, with_chat_template
 
@@ -25,7 +24,7 @@ RULES = {"no_repeat_ngram_size": 3}
 
 
 @pytest.fixture(scope="module")
-def folder(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("defaults") / "bundle")
     rewritten(result, lambda document: document["generation"].update(DEFAULTS, rules=RULES))
     return result
@@ -124,9 +123,7 @@ def test_a_special_token_stops_over_http(client: openai.OpenAI, stream: bool, sk
         assert (text, reason) == ("", "stop")
 
 
-def test_a_special_token_stops_a_run(
-    bundle: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_special_token_stops_a_run(bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = with_chat_template(bundle("llama-near"), tmp_path / "bundle")
     biased = {"sequence_bias": [[[PAD], 100.0]]}
     rewritten(folder, lambda document: document["generation"].update(rules=biased))

@@ -1,9 +1,6 @@
 """MTP: the layers that checkpoints hold behind the last one are read, refused by name, and draft what they say."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -26,6 +23,7 @@ from specexport.methods.hidden_states.export import trace_own_state
 from specexport.methods.mtp import MTP, MTPOptions
 from specexport.methods.mtp.export import read_mtp
 from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_mtp
+from tests.fixtures import Bundles
 from tests.hidden_states import TwoSlots, changed, require_drafted
 from tests.test_mixtures import MIXTURES
 from tests.ways import ways
@@ -54,7 +52,7 @@ NORMS = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
     root = tmp_path_factory.mktemp("published")
 
     def checkpoint(family: str) -> Path:
@@ -110,9 +108,7 @@ class Layer:
     ("family", "lowering"),
     [("deepseek_v3", "native"), ("glm4_moe", "native"), ("glm4_moe", "portable"), ("qwen3_next", "native")],
 )
-def test_drafts_equal_the_formulas(
-    tmp_path: Path, checkpoint_of: Callable[[str], Path], family: str, lowering: Any
-) -> None:
+def test_drafts_equal_the_formulas(tmp_path: Path, checkpoint_of: Bundles, family: str, lowering: Any) -> None:
     """Two slots with texts of 5 and 2 rows, whose next rows are 3 and 1, padded; then 4 tokens each."""
     folder = checkpoint_of(family)
     outline = read_mtp(str(folder))
@@ -153,11 +149,7 @@ B = "model.layers.1."
     [
         ("glm4_moe", {f"{B}eh_proj.weight": None}, "no tensor 'fc.weight' or 'model.layers.1.eh_proj.weight'"),
         ("glm4_moe", {f"{B}enorm.weight": torch.zeros(9)}, r"enorm.weight' is \[9\], expected \[64\] in "),
-        (
-            "glm4_moe",
-            {f"{B}mlp.experts.3.up_proj.weight": None},
-            "experts.3.up_proj.weight'; expected it in the MTP",
-        ),
+        ("glm4_moe", {f"{B}mlp.experts.3.up_proj.weight": None}, "experts.3.up_proj.weight'; expected it in the MTP"),
         ("glm4_moe", {f"{B}mlp.experts.3.up_proj.weight": torch.zeros(31, H)}, r"3.up_proj.weight' is \[31, 64\]"),
         ("glm4_moe", {f"{B}mlp.experts.8.up_proj.weight": torch.zeros(32, H)}, "is not part of the MTP layer"),
         ("deepseek_v3", {f"{B}self_attn.kv_b_proj.weight": None}, "no tensor 'layers.0.self_attn.kv_b_proj.weight'"),
@@ -167,7 +159,7 @@ B = "model.layers.1."
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
-    tmp_path: Path, checkpoint_of: Callable[[str], Path], family: str, change: dict[str, Any], reason: str
+    tmp_path: Path, checkpoint_of: Bundles, family: str, change: dict[str, Any], reason: str
 ) -> None:
     source = changed(copytree(checkpoint_of(family), tmp_path / "changed"), change)
     with pytest.raises(BuildError, match=reason) as caught:
@@ -177,7 +169,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     assert source in str(caught.value)
 
 
-def test_it_is_suggested_for_targets_that_have_one(checkpoint_of: Callable[[str], Path], capsys: Any) -> None:
+def test_it_is_suggested_for_targets_that_have_one(checkpoint_of: Bundles, capsys: Any) -> None:
     target = checkpoint_of("glm4_moe")
     assert main(["suggest", "--target", str(target)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -185,9 +177,7 @@ def test_it_is_suggested_for_targets_that_have_one(checkpoint_of: Callable[[str]
     assert "in its own checkpoint" in shown
 
 
-def test_targets_without_a_layer_or_with_several_are_refused(
-    tmp_path: Path, checkpoint_of: Callable[[str], Path]
-) -> None:
+def test_targets_without_a_layer_or_with_several_are_refused(tmp_path: Path, checkpoint_of: Bundles) -> None:
     plain = make_checkpoint(tmp_path / "plain", "llama")
     with pytest.raises(BuildError, match=r"no MTP layer: no tensor begins with 'mtp.' or 'model.layers.2.'"):
         build(BuildOptions(str(plain), tmp_path / "never", methods=ways(mtp=True)))
@@ -202,9 +192,7 @@ def test_the_names_of_vllm(name: str) -> None:
     assert method == MTPOptions(num_speculative_tokens=2)
 
 
-def test_a_layer_without_tables_of_its_own_takes_the_target_s(
-    tmp_path: Path, checkpoint_of: Callable[[str], Path]
-) -> None:
+def test_a_layer_without_tables_of_its_own_takes_the_target_s(tmp_path: Path, checkpoint_of: Bundles) -> None:
     left_out = {f"{B}embed_tokens.weight": None, f"{B}shared_head.head.weight": None}
     outline = read_mtp(changed(copytree(checkpoint_of("deepseek_v3"), tmp_path / "bare"), left_out))
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)

@@ -1,7 +1,5 @@
 """Checkpoints of models that read pictures as well: their language model is found, built, and says the same alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

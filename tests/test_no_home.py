@@ -1,14 +1,13 @@
 """Without a home folder everything works, and nothing is remembered."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.fixtures import Bundles
 
 HOMELESS = """
 import os, pwd, sys
@@ -56,7 +55,7 @@ def homeless(
     ],
     ids=lambda words: words[0],
 )
-def test_commands_work(bundle: Callable[[str], Path], tmp_path: Path, words: list[str]) -> None:
+def test_commands_work(bundle: Bundles, tmp_path: Path, words: list[str]) -> None:
     done = homeless(COMMAND, words[0], bundle("qwen3-lookup"), *words[1:], cwd=tmp_path)
     assert (done.returncode, done.stderr.count("Traceback"), "home" in done.stderr) == (0, 0, False), done.stderr
     assert list(tmp_path.iterdir()) == []  # nor a folder that is called ~

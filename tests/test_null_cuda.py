@@ -1,7 +1,5 @@
 """The null CUDA libraries keep CUDA's rules: what is given is done at a wait, and a capture refuses what it must."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import re
@@ -165,6 +163,9 @@ def test_refused_calls_break_the_capture(cuda: Cuda, stream: CudaStream) -> None
 
     with pytest.raises(BackendError, match="cudaStreamEndCapture failed with cudaErrorStreamCaptureInvalidated"):
         stream.capture(careless)
+    with pytest.raises(KeyError):
+        stream.capture(lambda: {}["none"])
+    stream.capture(lambda: None).close()  # usable as before
 
 
 def test_other_threads_may_do_all_of_it(cuda: Cuda, stream: CudaStream, read_report: Callable[[], log.Report]) -> None:

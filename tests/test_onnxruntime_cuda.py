@@ -3,14 +3,11 @@
 What a step does on a device is tested in test_step_program.py, and is the same here.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +28,15 @@ from specexport.exporter.passes import onnxruntime_cuda
 from specexport.runtime import EmbedsPrompt, Engine
 from specexport.runtime.backends.cuda import api, ort
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.request import Completion, complete
+from specexport.runtime.request import complete
 from specexport.runtime.speculative import PLAIN
 from specexport.verify.bundle import check_graphs
 from tests.checkpoints import make_checkpoint
 from tests.cuda_stand_in import StandIn
+from tests.fixtures import Bundles, Engines
 from tests.manifests import put
-from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu, installed
-from tests.step_program import GREEDY, SAMPLED, TYPICAL, for_onnxruntime, same
+from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu
+from tests.step_program import GREEDY, SAMPLED, TYPICAL, same
 from tests.streams import started
 
 pytestmark = pytest.mark.exporter  # the step program's graphs
@@ -52,6 +50,7 @@ WAYS = {
     "dice-medusa-draft": ("medusa_draft",),
     "dice-mlp": ("mlp_speculator",),
     "dice-eagle3": ("eagle3",),
+    "dice-eagle3-portable": ("eagle3",),
     "dice-dflash": ("dflash",),
     "dice-dflash-portable": ("dflash",),
     "dice-mtp-cuda": ("mtp",),
@@ -60,33 +59,16 @@ WAYS = {
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnnxRuntimeGpu]:
-    with installed(monkeypatch) as module:
-        yield module
-
-
-@pytest.fixture
-def load(
-    bundle: Callable[[str], Path], shared_accept_graphs: None, gpu: OnnxRuntimeGpu, tmp_path: Path
-) -> Callable[..., Engine]:
+def load(cuda_bundle: Bundles) -> Callable[..., Engine]:
     """Loads a copy of a bundle as one that was built for onnxruntime-cuda."""
-
-    def get(name: str, **options: Any) -> Engine:
-        folder = tmp_path / name
-        if not folder.exists():
-            for_onnxruntime(Path(shutil.copytree(bundle(name), folder)))
-        return Engine.load(folder, check_hashes=False, **options)
-
-    return get
+    return lambda name, **options: Engine.load(cuda_bundle(name), check_hashes=False, **options)
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_texts_equal_the_cpus(
-    name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu
-) -> None:
+def test_texts_equal_the_cpus(name: str, load: Engines, bundle: Bundles, gpu: OnnxRuntimeGpu) -> None:
     """Greedy, lossless and typical acceptance of chains and trees: the same noise, tokens and steps."""
     # Both new, as heads propose nothing where the whole prompt is in the cache.
     with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu, gpu.cuda.sealed():
@@ -108,11 +90,7 @@ def test_texts_equal_the_cpus(
 
 @pytest.mark.parametrize("name", ["dice-near", "dice-self", "dice-eagle3", "dice-mtp-cuda"])
 def test_texts_of_fused_attention_equal_the_cpus(
-    name: str,
-    load: Callable[..., Engine],
-    bundle: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    name: str, load: Callable[..., Engine], bundle: Bundles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is for half precision, and here in fp32; the draft's pass and the target's have it."""
     monkeypatch.setattr(onnxruntime_cuda, "_HALF", (ir.DataType.FLOAT,))
@@ -125,40 +103,8 @@ def test_texts_of_fused_attention_equal_the_cpus(
             same(on_gpu.generate(prompt, params, WAYS[name][0]), cpu.generate(prompt, params, WAYS[name][0]))
 
 
-@pytest.mark.parametrize(("name", "launches"), [("dice-eagle3", 1), ("dice-eagle3-portable", 5)])
-def test_eagle3_drafts_in_the_step(
-    name: str, launches: int, load: Callable[[str], Engine], bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu
-) -> None:
-    """Natively all of it is one launch; portably its rows are copied between the calls, which are launched one by one.
-
-    A request's first step has its draft begin behind the prompt, which is a run of its own, like the prompt's chunk.
-    """
-    with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
-        for params in (GREEDY, SAMPLED):
-            for prompt in ([7, 9, 11], [7, 9, 11, 5, 8], list(range(3, 12)) * 4):
-                for tokens in (8, 3):
-                    speculation = {"method": "eagle3", "num_speculative_tokens": tokens}
-                    before = gpu.cuda.launches
-                    texts = on_gpu.generate(prompt, params, speculation)
-                    assert gpu.cuda.launches - before <= launches * texts.stats.steps + 2
-                    same(texts, cpu.generate(prompt, params, speculation))
-
-
-def test_eagle3_drafts_for_several_at_once(load: Callable[..., Engine], engine: Callable[[str], Engine]) -> None:
-    name, prompts = "dice-eagle3-batch", [[7, 9, 11], [5] * 20, [7, 9], [3, 4, 5, 6, 7], [8], [7, 9, 11, 5]]
-    with load(name, max_batch_size=4) as on_gpu:
-        streams = started(on_gpu.stream(prompt, GREEDY, "eagle3") for prompt in prompts)
-        texts = [complete(stream) for stream in streams]
-    assert [loaded.token_ids for loaded in texts] == [
-        engine(name).generate(loaded, GREEDY, PLAIN).token_ids for loaded in prompts
-    ]
-    assert sum(loaded.stats.accepted for loaded in texts) > 0
-
-
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree-portable"])
-def test_reads_prompts_in_chunks_and_lets_texts_grow(
-    name: str, load: Callable[[str], Engine], bundle: Callable[[str], Path]
-) -> None:
+def test_reads_prompts_in_chunks_and_lets_texts_grow(name: str, load: Engines, bundle: Bundles) -> None:
     with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         for params in (GREEDY, SAMPLED):
             for method in (None, PLAIN):
@@ -166,7 +112,7 @@ def test_reads_prompts_in_chunks_and_lets_texts_grow(
                 same(on_gpu.generate(prompt, params, method), cpu.generate(prompt, params, method))
 
 
-def test_reads_embeddings(load: Callable[[str], Engine], engine: Callable[[str], Engine]) -> None:
+def test_reads_embeddings(load: Engines, engine: Engines) -> None:
     """They go to the device like every other input, at every shape; tokens that come after them are read again."""
     rows = np.random.default_rng(0).standard_normal((70, 64))
     with load("granite-embeds") as on_gpu:
@@ -174,10 +120,14 @@ def test_reads_embeddings(load: Callable[[str], Engine], engine: Callable[[str],
             same(on_gpu.generate(prompt, GREEDY), engine("granite-embeds").generate(prompt, GREEDY))
 
 
-@pytest.mark.parametrize("name", ["dice-mixed-batch", "dice-mixed-batch-portable", "dice-mlp-batch"])
-def test_the_device_decides_for_several_at_once(
-    name: str, load: Callable[..., Engine], bundle: Callable[[str], Path]
-) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"dice-{kind}-batch" for kind in ("near", "mixed", "medusa", "mlp", "dflash", "eagle3")),
+        "dice-mixed-batch-portable",
+    ],
+)
+def test_the_device_decides_for_several_at_once(name: str, load: Callable[..., Engine], bundle: Bundles) -> None:
     with load(name, max_batch_size=4) as on_gpu, Engine.load(bundle(name), threads=1, max_batch_size=4) as cpu:
         texts = []
         for engine in (on_gpu, cpu):
@@ -195,38 +145,8 @@ def test_the_device_decides_for_several_at_once(
 # --- how it runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("captures", [True, False])
-def test_any_thread_may_ask(
-    captures: bool, load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
-) -> None:
-    """Sessions run on one thread, which the stand-in checks; nothing is captured or run twice for another one."""
-    gpu.cuda.refuse_capture = not captures
-    with load("dice-near") as on_gpu:
-        completions: list[Completion] = []
-        for _ in range(2):
-            thread = threading.Thread(target=lambda: completions.append(on_gpu.generate([7, 9, 11], SAMPLED)))
-            thread.start()
-            thread.join()
-        completions.append(on_gpu.generate([7, 9, 11], SAMPLED))
-        for ours in completions:
-            same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))
-            assert ours.stats.execution == on_gpu.backend.execution == ("graph per step" if captures else "plain")
-        assert captures or "cudaStreamEndCapture failed" in on_gpu.backend.fallback
-
-
-def test_a_step_is_one_launch_and_one_wait(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
-    with load("dice-mixed") as on_gpu:
-        on_gpu.generate([5, 6, 7, 8], GREEDY)
-        gpu.cuda.calls.clear()
-        gpu.runs = 0
-        with gpu.cuda.sealed():
-            done = on_gpu.generate([5, 6, 7, 8], GREEDY)  # nothing of the prompt is read again
-        assert gpu.cuda.calls == ["cudaGraphLaunch", "cudaStreamSynchronize"] * done.stats.steps
-        assert gpu.runs == 0
-
-
 def test_logits_stay_on_the_device_unless_the_host_looks_into_them(
-    load: Callable[[str], Engine], gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
+    load: Engines, gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu.cuda.refuse_capture = True  # so that every copy can be seen
     copied: list[int] = []
@@ -253,7 +173,7 @@ def test_weights_are_opened_once_a_model(load: Callable[..., Engine], gpu: OnnxR
         assert sorted(models) == ["propose.k1.slots.cuda.fp32.onnx", "step.slots.cuda.fp32.onnx"]
 
 
-def test_sessions_stay_on_our_stream_within_our_memory(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+def test_sessions_stay_on_our_stream_within_our_memory(load: Engines, gpu: OnnxRuntimeGpu) -> None:
     with load("llama-near"):
         assert {fields["use_tf32"] for fields in gpu.providers} == {"0"}
         assert {int(fields["user_compute_stream"]) for fields in gpu.providers} == set(gpu.cuda._streams)
@@ -261,12 +181,12 @@ def test_sessions_stay_on_our_stream_within_our_memory(load: Callable[[str], Eng
         assert all(0 < limit < 0.9 * (1 << 30) for limit in limits)
 
 
-def test_by_default_one_request_runs(load: Callable[[str], Engine]) -> None:
+def test_by_default_one_request_runs(load: Engines) -> None:
     with load("llama-near-batch") as on_gpu:
         assert on_gpu.slots == 1
 
 
-def test_gaps_between_steps_are_measured(load: Callable[[str], Engine]) -> None:
+def test_gaps_between_steps_are_measured(load: Engines) -> None:
     with load("dice-near") as on_gpu:
         on_gpu.generate([5, 6, 7, 8], GREEDY)
         watch = LaunchTimer(on_device(on_gpu))
@@ -279,7 +199,7 @@ def test_gaps_between_steps_are_measured(load: Callable[[str], Engine]) -> None:
 
 
 def test_graphs_that_need_the_cpu_leave_acceptance_to_the_host(
-    load: Callable[[str], Engine], engine: Callable[[str], Engine], gpu: OnnxRuntimeGpu
+    load: Engines, engine: Engines, gpu: OnnxRuntimeGpu
 ) -> None:
     gpu.on_cpu = ("ArgMax",)
     with load("dice-near") as on_gpu:
@@ -291,13 +211,13 @@ def test_graphs_that_need_the_cpu_leave_acceptance_to_the_host(
         same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))
 
 
-def test_a_run_that_fails_is_an_error_of_ours(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+def test_a_run_that_fails_is_an_error_of_ours(load: Engines, gpu: OnnxRuntimeGpu) -> None:
     gpu.failing = True
     with pytest.raises(BackendError, match=r"onnxruntime did not run the graph at b1\.t1\S*: out of kernels"):
         load("llama-near")
 
 
-def test_nonsense_from_the_device_is_an_error(load: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonsense_from_the_device_is_an_error(load: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     with load("dice-near") as on_gpu:
         backend: Any = on_gpu.backend
         synchronize = backend.stream.synchronize
@@ -312,17 +232,17 @@ def test_nonsense_from_the_device_is_an_error(load: Callable[[str], Engine], mon
             on_gpu.generate([5, 6, 7, 8], GREEDY)
 
 
-def test_bundles_without_engines_for_it_say_what_to_do(bundle: Callable[[str], Path], gpu: OnnxRuntimeGpu) -> None:
+def test_bundles_without_engines_for_it_say_what_to_do(bundle: Bundles, gpu: OnnxRuntimeGpu) -> None:
     with pytest.raises(BackendError, match="no engines for onnxruntime-cuda; compile it with: specexport compile"):
         Engine.load(bundle("dice-near"), backend="onnxruntime-cuda", check_hashes=False)
 
 
-def test_bundles_for_the_gpu_run_on_the_cpu(load: Callable[..., Engine], engine: Callable[[str], Engine]) -> None:
+def test_bundles_for_the_gpu_run_on_the_cpu(load: Callable[..., Engine], engine: Engines) -> None:
     with load("dice-mixed", backend="onnxruntime", threads=1) as on_gpu:
         same(on_gpu.generate([7, 9, 11], SAMPLED), engine("dice-mixed").generate([7, 9, 11], SAMPLED))
 
 
-def test_nodes_on_the_cpu_are_refused_by_name(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+def test_nodes_on_the_cpu_are_refused_by_name(load: Engines, gpu: OnnxRuntimeGpu) -> None:
     gpu.on_cpu = ("TensorScatter",)
     with pytest.raises(
         BackendError, match=r"step.*\.onnx: onnxruntime would run \d+ nodes on the CPU \(\d+ TensorScatter"
@@ -330,7 +250,7 @@ def test_nodes_on_the_cpu_are_refused_by_name(load: Callable[[str], Engine], gpu
         load("llama-near")
 
 
-def test_missing_libraries_are_no_silent_detour(load: Callable[[str], Engine], gpu: OnnxRuntimeGpu) -> None:
+def test_missing_libraries_are_no_silent_detour(load: Engines, gpu: OnnxRuntimeGpu) -> None:
     gpu.without_libraries = True
     with pytest.raises(BackendError, match="CUDAExecutionProvider could not be loaded"):
         load("llama-near")
@@ -342,11 +262,6 @@ def test_too_small_a_part_of_the_memory(load: Callable[..., Engine], gpu: OnnxRu
     for wrong in (0.0, 1.5):
         with pytest.raises(RequestError, match=f"gpu_memory_utilization is {wrong}"):
             load("llama-near", gpu_memory_utilization=wrong)
-
-
-def test_unknown_backend_is_named(bundle: Callable[[str], Path]) -> None:
-    with pytest.raises(BackendError, match="no backend 'cuda'; expected one of onnxruntime, onnxruntime-cuda"):
-        Engine.load(bundle("llama-near"), backend="cuda")
 
 
 def test_the_wrong_onnxruntime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +279,7 @@ def test_the_wrong_onnxruntime_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert CUDA == ort.PROVIDER
 
 
-def test_machines_without_a_gpu_get_an_error(bundle: Callable[[str], Path]) -> None:
+def test_machines_without_a_gpu_get_an_error(bundle: Bundles) -> None:
     from cuda.bindings import runtime
 
     status, count = runtime.cudaGetDeviceCount()
@@ -402,7 +317,7 @@ def test_building_for_it(
     assert (engine.file, engine.compute) == ("target/step.cuda.fp16.onnx", "fp16")
 
 
-def test_bfloat16_beside_blocks_of_integers_is_refused(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_bfloat16_beside_blocks_of_integers_is_refused(bundle: Bundles, tmp_path: Path) -> None:
     folder = shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
     put(folder, "target.precision.weights", "int8")
     with pytest.raises(BuildError, match=r"compute is bf16, and .* for int8 matrices.*pass --compute fp16 or fp32"):

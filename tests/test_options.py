@@ -1,7 +1,5 @@
 """Options are stated once: checks, flags, keywords, the server's fields and the docs' tables follow from them."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 from pathlib import Path

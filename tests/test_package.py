@@ -1,7 +1,5 @@
 """What people install: sdist and wheel, built from the tracked files and used where there is no repository."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,7 +9,6 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ import pytest
 from specexport import __version__
 from specexport.cli import main
 from specexport.version import commit
+from tests.fixtures import Bundles
 from tests.serving import free_port
 from tests.threads import wait_until
 
@@ -191,9 +189,7 @@ def test_a_wheel_is_for_one_platform_if_the_kernels_are_in_it(
 
 
 @pytest.mark.slow
-def test_it_runs_where_there_is_no_repository(
-    source: Path, installed: Path, bundle: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_it_runs_where_there_is_no_repository(source: Path, installed: Path, bundle: Bundles, tmp_path: Path) -> None:
     folder = tmp_path / "bundle"
     shutil.copytree(bundle("llama-near"), folder)
     head = git("rev-parse", "--short=12", "HEAD", cwd=source)
@@ -244,7 +240,7 @@ def test_users_may_check_types(installed: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_container_files_command_serves(installed: Path, bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_container_files_command_serves(installed: Path, bundle: Bundles, tmp_path: Path) -> None:
     """No container is built here: these are the words that it runs, with other folders and another port."""
     shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
     places = {"python": str(installed / "python"), "specexport": str(installed / "specexport"), "/bundle": "bundle"}

@@ -1,10 +1,8 @@
 """The page at ``/``, in a real browser: conversations, texts, and what streams tell it of their steps."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from specexport.contract.tree import TokenTree
 from specexport.options import ServerOptions
 from specexport.runtime import Chunk, Engine, SamplingParams
 from tests.browser import CHROMIUM, Browser, browser
+from tests.fixtures import Bundles
 from tests.serving import HERMES, Served, served, with_chat_template
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -28,7 +27,7 @@ FILES = {"/", "/page.css", "/markdown.js", "/tree.js", "/pane.js", "/page.js"}
 
 
 @pytest.fixture(scope="module")
-def tiny(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def tiny(bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server over a bundle that verifies trees."""
     with served(with_chat_template(bundle("qwen3-medusa"), tmp_path_factory.mktemp("page") / "bundle")) as running:
         yield running
@@ -64,7 +63,7 @@ def page(talk: Browser) -> Browser:
 
 @pytest.mark.parametrize("name", ["llama-near", "qwen3-medusa", "qwen3-lookup", "dice-tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_chunk_says_where_its_tokens_come_from(bundle: Callable[[str], Path], name: str, temperature: float) -> None:
+def test_a_chunk_says_where_its_tokens_come_from(bundle: Bundles, name: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=120, ignore_eos=True, seed=5)
     with Engine.load(bundle(name), threads=1) as engine, engine.stream([5, 6, 7, 5, 6, 7, 5, 6], params) as stream:
         chunks: list[Chunk] = []
@@ -124,7 +123,7 @@ def test_a_plain_stream_has_the_targets_own_tokens(tiny: Served) -> None:
         assert choice["step"] == {"tokens": [token], "parents": [-1], "drafted": [], "path": []}
 
 
-def test_steps_of_tool_calls_are_reported(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_steps_of_tool_calls_are_reported(bundle: Bundles, tmp_path: Path) -> None:
     """A call's deltas wait until they are clear; the steps do not."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     arguments = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}
@@ -164,7 +163,7 @@ def test_the_page_may_load_nothing_from_elsewhere(tiny: Served) -> None:
     assert not set(httpx.get(f"{tiny.url}/openapi.json").json()["paths"]) & FILES
 
 
-def test_a_key_is_needed_for_all_but_the_page_and_it_can_be_left_out(bundle: Callable[[str], Path]) -> None:
+def test_a_key_is_needed_for_all_but_the_page_and_it_can_be_left_out(bundle: Bundles) -> None:
     with served(bundle("llama-near"), api_keys=["secret"]) as running:
         paths = ("/", "/page.js", "/v1/models")
         assert [httpx.get(running.url + path).status_code for path in paths] == [200, 200, 401]
@@ -310,7 +309,7 @@ def test_every_control_has_a_name_and_a_phone_shows_all(page: Browser) -> None:
 
 
 @needs_browser
-def test_the_page_asks_for_a_key_and_keeps_it_to_itself(bundle: Callable[[str], Path], window: Browser) -> None:
+def test_the_page_asks_for_a_key_and_keeps_it_to_itself(bundle: Bundles, window: Browser) -> None:
     window.shape(1100, 900)
     with served(bundle("llama-near"), api_keys=["secret"]) as running:
         window.open(f"{running.url}/")

@@ -1,7 +1,5 @@
 """The comparison with other engines: turns, what is counted, pairs, and going on where it stopped."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

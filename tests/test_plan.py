@@ -1,29 +1,33 @@
-"""``specexport plan``: memory by counting, speed by bandwidth."""
+"""``specexport plan``: memory by counting, speed by bandwidth, and models by their configurations alone."""
 
-from __future__ import annotations
-
+import copy
 import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, read_method
 from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import cache_buckets
-from specexport.exporter.checkpoints.config import meta_model
+from specexport.exporter.checkpoints import config as configurations
+from specexport.exporter.checkpoints.config import meta_model, sizes_of
+from specexport.exporter.checkpoints.sizes import FAMILIES, ModelSizes, model_sizes, sizes_from_config
 from specexport.exporter.options import PREFILL_CHUNK
 from specexport.exporter.plan import DEVICES, EFFICIENCY, DeviceLimits, DevicePlan, plan
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_heads, make_mtp
+from tests.fixtures import Bundles
 from tests.hub import hub
 from tests.test_mixtures import MIXTURES
 
@@ -198,7 +202,7 @@ def test_invalid_configurations_are_named(tmp_path: Path) -> None:
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 
-def test_plan_of_a_bundle_needs_no_torch(bundle: Callable[[str], Path]) -> None:
+def test_plan_of_a_bundle_needs_no_torch(bundle: Bundles) -> None:
     folder = bundle("llama-near")
     program = (
         "import sys\nfrom specexport.cli import main\ncode = main(sys.argv[1:])\n"
@@ -217,16 +221,14 @@ def test_plan_of_a_bundle_needs_no_torch(bundle: Callable[[str], Path]) -> None:
     assert len(document["speeds"]) == 8  # plain, and up to the 7 draft tokens that it was built for
 
 
-def test_options_fixed_by_a_bundle_are_refused(
-    bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_fixed_by_a_bundle_are_refused(bundle: Bundles, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--target", str(bundle("llama-near")), "--device", "orin-nano-8gb"]
     for more in (["--precision", "int8"], ["--max-seq-len", "64"], ["--method", "mtp"]):
         assert main([*words, *more]) == 2
         assert f"{more[0]} was given with a bundle, which is built already" in capsys.readouterr().err
 
 
-def test_plan_of_a_bundle_names_its_drafts(bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_bundle_names_its_drafts(bundle: Bundles, capsys: pytest.CaptureFixture[str]) -> None:
     text = {"llama-near": "draft_model gains nothing", "qwen3-medusa": "medusa: part of the target's graph"}
     for name, line in text.items():
         assert main(["plan", str(bundle(name)), "--device", "orin-nano-8gb"]) == 0
@@ -236,9 +238,7 @@ def test_plan_of_a_bundle_names_its_drafts(bundle: Callable[[str], Path], capsys
     assert "--acceptance was given without a draft" in capsys.readouterr().err
 
 
-def test_a_bundle_is_no_model_to_draft_with(
-    tied: Path, bundle: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_is_no_model_to_draft_with(tied: Path, bundle: Bundles, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(bundle("llama-near"))
     for words in (["suggest", str(tied), "--draft", folder], ["build", "--target", folder, "-o", "never"]):
         assert main(words) == 1
@@ -246,7 +246,7 @@ def test_a_bundle_is_no_model_to_draft_with(
 
 
 def test_suggest_takes_a_bundle(
-    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Bundles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = bundle("llama-near")
     for words in (["--target", str(folder)], [str(folder)]):
@@ -283,9 +283,7 @@ def answered(*words: object) -> str:
     return done.stdout
 
 
-def test_a_configuration_is_all_that_suggest_and_plan_need(
-    tmp_path: Path, tied: Path, bundle: Callable[[str], Path]
-) -> None:
+def test_a_configuration_is_all_that_suggest_and_plan_need(tmp_path: Path, tied: Path, bundle: Bundles) -> None:
     """Weights may be cut off, or not there at all."""
     large = make_checkpoint(tmp_path / "large", "qwen3", num_hidden_layers=16)
     weights = large / "model.safetensors"
@@ -317,3 +315,71 @@ def test_other_families_take_transformers(tmp_path: Path, capsys: pytest.Capture
     folder = make_checkpoint(tmp_path, "gpt2")
     assert main(["suggest", str(folder)]) == 0
     assert f"{meta_model(folder).num_parameters():,} parameters" in capsys.readouterr().out
+
+
+# --- the outline of a configuration -----------------------------------------------------------------------------------
+
+
+MIXED = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+BIASES = ("attention_bias", "attention_out_bias", "mlp_bias", "use_bias")
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"head_dim": 24},
+    {"tie_word_embeddings": True},
+    {"tie_word_embeddings": False, **dict.fromkeys(BIASES, True)},
+    dict.fromkeys(BIASES, False),
+)
+
+
+def made_by_transformers(document: dict[str, Any]) -> ModelSizes:
+    stated = {key: value for key, value in document.items() if key != "model_type"}
+    config = AutoConfig.for_model(document["model_type"], **stated)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return sizes_of(model, config)
+
+
+def sums(model: ModelSizes) -> dict[str, Any]:
+    """All but how products are joined in one matrix: what is stored and read does not depend on it."""
+    known = dataclasses.asdict(model) | {"parameters": None, "total": model.total, "active": model.active}
+    rows = sum(parameter.shape[0] for parameter in model.parameters if len(parameter.shape) == 2)
+    used = Counter(
+        parameter for parameter in model.parameters if parameter.table or parameter.head or parameter.share is not None
+    )
+    return known | {"rows": rows, "used": used, "layer_types": None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_those_of_transformers(family: str) -> None:
+    base = {"model_type": family, **GROUPED, "vocab_size": 320, "pad_token_id": 0}
+    if FAMILIES[family].experts is not None:
+        base |= MIXED
+    for change in CHANGES:
+        document = base | change
+        assert sums(sizes_from_config(document)) == sums(made_by_transformers(document)), change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_key_value_heads": None},  # of which a family has its own default
+        {"mlp_only_layers": [0]},
+        {"vocab_size": "many"},
+    ],
+)
+def test_incomplete_configurations_use_transformers(
+    tmp_path: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request: list[Path] = []
+    monkeypatch.setattr(configurations, "meta_model", lambda folder: request.append(folder) or torch.nn.Linear(1, 1))
+    monkeypatch.setattr(configurations, "sizes_of", lambda *_: "transformers'")
+    document = {"model_type": "qwen3_moe", **GROUPED, **MIXED, "vocab_size": 320, **change}
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in document.items() if v is not None}))
+    monkeypatch.setattr(torch.nn.Linear, "config", None, raising=False)
+    assert model_sizes(tmp_path) == "transformers'" and request == [tmp_path]
+
+
+def test_of_a_model_that_reads_more_than_text_the_language_model_counts(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "gemma3")
+    whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert sizes_from_config({"model_type": "gemma3", "text_config": whole}) == sizes_from_config(whole)

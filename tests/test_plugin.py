@@ -1,7 +1,5 @@
 """The execution provider of kernels/plugin.cc on the real onnxruntime, around a plain program."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys
@@ -17,6 +15,7 @@ onnx = pytest.importorskip("onnx")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from specexport.runtime.backends.onnxruntime import kernels  # noqa: E402
+from tests.reference import plain_session  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 FLOAT = TensorProto.FLOAT
@@ -72,9 +71,7 @@ def options(count: int, **settings: str) -> Any:
 
 def both(path: Path, threads: int = 2, **inputs: npt.NDArray[Any]) -> None:
     """Compares with onnxruntime's own provider, which is kept from rounding activations to int8."""
-    ours, plain = ort.InferenceSession(str(path), options(threads)), ort.SessionOptions()
-    plain.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    theirs = ort.InferenceSession(str(path), plain, providers=["CPUExecutionProvider"])
+    ours, theirs = ort.InferenceSession(str(path), options(threads)), plain_session(path)
     for output, other in zip(ours.run(None, inputs), theirs.run(None, inputs), strict=True):
         np.testing.assert_allclose(output, other, rtol=1e-4, atol=1e-3)
 

@@ -1,8 +1,5 @@
 """The portable lowering says what the native one does, in operators of opset 20."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,12 @@ from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import SamplingParams
 from specexport.runtime.backend import Graph, RunShape, open_target
 from specexport.runtime.bundle import Bundle
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint
+from tests.fixtures import Bundles, Engines
 from tests.make_bundles import PORTABLE
 from tests.ways import ways
 
@@ -28,8 +26,6 @@ pytestmark = pytest.mark.exporter
 OPSET = 20
 TOLERANCE = 2e-5
 CHUNK, PROMPT = 64, 90
-
-Bundles = Callable[[str], Path]
 
 
 def _target(folder: Path) -> Graph:
@@ -85,7 +81,7 @@ def test_portable_steps_equal_native_ones(name: str, bundle: Bundles) -> None:
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_texts_and_proposals_are_those_of_native_bundles(name: str, engine: Callable[[str], Engine]) -> None:
+def test_texts_and_proposals_are_those_of_native_bundles(name: str, engine: Engines) -> None:
     """The prompt is longer than a chunk, and the text makes the cache grow."""
     prompt = np.random.default_rng(7).integers(3, VOCAB, 230).tolist()
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=50, ignore_eos=True)

@@ -1,9 +1,8 @@
 """Graphs of the step program, traced and run in onnxruntime, against their NumPy twins: same noise, same tokens."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +10,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +19,7 @@ from specexport.contract.engines import LARGEST_TOP_K
 from specexport.contract.model import CacheLayer
 from specexport.contract.tree import TokenTree
 from specexport.exporter.trace import trace_commit, trace_fill
+from specexport.graphs.propose import most_probable
 from specexport.methods.mlp_speculator import MlpSpeculatorProposer
 from specexport.runtime import SamplingParams
 from specexport.runtime.proposal import drawn
@@ -30,17 +31,11 @@ from specexport.runtime.sampling import (
     target_distribution,
 )
 from tests.conftest import MAX_CHILDREN
-from tests.reference import draw_candidates, p_of
+from tests.reference import draw_candidates, p_of, plain_session
 
 pytestmark = pytest.mark.exporter
 
 CANDIDATES = 12
-
-
-def session(serialized: bytes) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    return ort.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
 
 
 # --- accepting --------------------------------------------------------------------------------------------------------
@@ -49,17 +44,17 @@ def session(serialized: bytes) -> ort.InferenceSession:
 @pytest.fixture(scope="module")
 def sessions(accept_graph: Callable[[str, int], bytes]) -> dict[int, Any]:
     """The lossless graph by how many candidates q has."""
-    return {candidates: session(accept_graph("lossless", candidates)) for candidates in (1, CANDIDATES)}
+    return {candidates: plain_session(accept_graph("lossless", candidates)) for candidates in (1, CANDIDATES)}
 
 
 @pytest.fixture(scope="module")
 def greedy(accept_graph: Callable[[str, int], bytes]) -> Any:
-    return session(accept_graph("greedy", 1))
+    return plain_session(accept_graph("greedy", 1))
 
 
 @pytest.fixture(scope="module")
 def typical(accept_graph: Callable[[str, int], bytes]) -> Any:
-    return session(accept_graph("typical", 1))
+    return plain_session(accept_graph("typical", 1))
 
 
 @st.composite
@@ -105,13 +100,26 @@ def run(session: Any, slots: list[dict[str, np.ndarray]]) -> list[tuple[list[int
     """Path and tokens of each slot."""
     batch = {name: np.stack([slot[name] for slot in slots]) for name in slots[0]}
     counts, tokens, paths = session.run([tensors.NUM_ACCEPTED, tensors.TOKENS, tensors.PATH], batch)
-    accepted = []
+    parts = []
     for count, row, path in zip(counts, tokens, paths, strict=True):
         assert path[0] == 0
         assert not path[count + 1 :].any()
         assert not row[count + 1 :].any()
-        accepted.append((path[1 : count + 1].tolist(), row[: count + 1].tolist()))
-    return accepted
+        parts.append((path[1 : count + 1].tolist(), row[: count + 1].tolist()))
+    return parts
+
+
+def accepted(
+    tree: TokenTree, logits: np.ndarray, tokens: np.ndarray, q: Distributions | None, params: SamplingParams, noise: Any
+) -> tuple[list[int], list[int]]:
+    """Path and tokens by the runtime's own functions."""
+    if params.greedy:
+        path, bonus = accept_greedy(logits, tree, tokens)
+    elif params.acceptance == "typical":
+        path, bonus = accept_typical(logits, tree, tokens, params, float(noise[0]))
+    else:
+        path, bonus = accept_sampled(logits, tree, tokens, q, params, noise.astype(np.float64))
+    return path, [*(int(tokens[node - 1]) for node in path), bonus]
 
 
 def drafted(
@@ -139,11 +147,7 @@ def test_accept_graph_equals_numpy(sessions: dict[int, Any], tree: TokenTree, se
         tokens, q = drafted(tree, logits, params, random)
         noise = random.random(len(tree), np.float32)
         slots.append(feed(tree, logits, tokens, q, params, noise))
-        if params.greedy:
-            path, bonus = accept_greedy(logits, tree, tokens)
-        else:
-            path, bonus = accept_sampled(logits, tree, tokens, q, params, noise.astype(np.float64))
-        expected.append((path, [*(int(tokens[node - 1]) for node in path), bonus]))
+        expected.append(accepted(tree, logits, tokens, q, params, noise))
     assert run(sessions[CANDIDATES], slots) == expected
 
 
@@ -158,12 +162,8 @@ def test_tokens_chosen_without_drawing_have_q_of_one(sessions: dict[int, Any], t
     tokens = ranked[np.array(tree.parents[1:]), rank]  # siblings are different tokens
     noise = random.random(len(tree), np.float32)
     certain = Distributions(tokens[:, None], np.ones((len(tokens), 1), np.float32))
-    if params.greedy:
-        path, bonus = accept_greedy(logits, tree, tokens)
-    else:
-        path, bonus = accept_sampled(logits, tree, tokens, None, params, noise.astype(np.float64))
     outputs = run(sessions[1], [feed(tree, logits, tokens, certain, params, noise)])
-    assert outputs == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+    assert outputs == [accepted(tree, logits, tokens, None, params, noise)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -178,13 +178,8 @@ def test_ties_and_thresholds_are_kept_as_numpy_keeps_them(sessions: dict[int, An
     certain = Distributions(tokens[:, None], np.ones((1, 1), np.float32))
     for last in np.linspace(0.003, 0.997, 12, dtype=np.float32):
         noise = np.array([0.999, last], np.float32)
-        path, bonus = (
-            accept_greedy(logits, chain, tokens)
-            if params.greedy
-            else accept_sampled(logits, chain, tokens, None, params, noise.astype(np.float64))
-        )
         outputs = run(sessions[1], [feed(chain, logits, tokens, certain, params, noise)])
-        assert outputs == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+        assert outputs == [accepted(chain, logits, tokens, None, params, noise)]
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.5, 2.0, 8.0])
@@ -226,8 +221,7 @@ def test_greedy_acceptance_has_a_separate_graph(greedy: Any, tree: TokenTree, se
         tensors.TREE_MASK: mask,
         tensors.DRAFT_TOKENS: np.concatenate([tokens, firsts[len(tree) :]]),
     }
-    path, bonus = accept_greedy(logits[: len(tree)], tree, tokens)
-    assert run(greedy, [slot]) == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+    assert run(greedy, [slot]) == [accepted(tree, logits[: len(tree)], tokens, None, params_of(0), None)]
 
 
 @pytest.mark.parametrize(
@@ -251,23 +245,19 @@ def test_a_graph_has_few_operators(
 @given(trees(), st.integers(0, 10**6))
 def test_typical_acceptance_graph_equals_numpy(typical: Any, tree: TokenTree, seed: int) -> None:
     random = np.random.default_rng(seed)
-    params = params_of(seed).replace(
-        acceptance="typical",
-        posterior_threshold=float(random.uniform(0, 0.3)),
-        posterior_alpha=float(random.uniform(0, 1)),
-    )
+    threshold, alpha = random.uniform(0, 0.3), random.uniform(0, 1)
+    params = params_of(seed).replace(acceptance="typical", posterior_threshold=threshold, posterior_alpha=alpha)
     if params.greedy:
         params = params.replace(temperature=1.0)
     logits = random.normal(0, 1.5, (len(tree), 30)).astype(np.float32)
     ranked = np.argsort(-logits - random.normal(0, 0.7, logits.shape))
     tokens = ranked[np.array(tree.parents[1:]), tree.ranks[1:]]  # siblings differ, as they do in any proposal
     noise = random.random(1, np.float32)
-    path, bonus = accept_typical(logits, tree, tokens, params, float(noise[0]))
     slot = feed(tree, logits, tokens, Distributions(tokens[:, None], np.ones((len(tokens), 1))), params, noise)
     slot = {name: value for name, value in slot.items() if name not in (tensors.DRAFT_IDS, tensors.DRAFT_PROBS)}
     slot[tensors.THRESHOLD] = np.float32(params.posterior_threshold)
     slot[tensors.ALPHA] = np.float32(params.posterior_alpha)
-    assert run(typical, [slot]) == [(path, [*(int(tokens[node - 1]) for node in path), bonus])]
+    assert run(typical, [slot]) == [accepted(tree, logits, tokens, None, params, noise)]
 
 
 @given(trees(), st.integers(0, 10**6))
@@ -304,7 +294,7 @@ def serialized(model: ir.Model) -> bytes:
 
 @pytest.fixture(scope="module")
 def fill() -> Any:
-    return session(serialized(trace_fill(CANDIDATES)))
+    return plain_session(serialized(trace_fill(CANDIDATES)))
 
 
 @pytest.mark.parametrize(
@@ -344,7 +334,7 @@ def test_fill_graph_equals_the_proposer(fill: Any, choices: list[list[int]]) -> 
 def test_fill_graph_of_stages_equals_the_proposer() -> None:
     choices = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]
     tree, random, stages = TokenTree.from_choices(choices), np.random.default_rng(0), 4
-    fill, width = session(serialized(trace_fill(CANDIDATES, stages))), tree.level_width + 1
+    fill, width = plain_session(serialized(trace_fill(CANDIDATES, stages))), tree.level_width + 1
     rows = MlpSpeculatorProposer(cast(Any, None)).rows(tree, width)
     for _ in range(40):
         count = 1 + (stages - 1) * width
@@ -368,7 +358,7 @@ def test_fill_graph_of_stages_equals_the_proposer() -> None:
 
 def test_a_commit_moves_the_rows_of_the_path_and_no_others_that_are_seen() -> None:
     shapes = [CacheLayer(heads=2, key_size=4, value_size=4), CacheLayer(heads=1, key_size=8, value_size=4)]
-    commit, random = session(serialized(trace_commit(shapes))), np.random.default_rng(1)
+    commit, random = plain_session(serialized(trace_commit(shapes))), np.random.default_rng(1)
     rows, past, path = 16, np.array([3, 7]), np.array([[0, 2, 5, 0, 0, 0], [0, 1, 3, 4, 0, 0]])
     kept = (3, 4)
     caches = {
@@ -383,3 +373,33 @@ def test_a_commit_moves_the_rows_of_the_path_and_no_others_that_are_seen() -> No
             length, nodes = past[slot], path[slot, : kept[slot]]
             np.testing.assert_array_equal(moved[slot, :, :length], before[slot, :, :length])
             np.testing.assert_array_equal(moved[slot, :, length : length + len(nodes)], before[slot][:, length + nodes])
+
+
+# --- the most probable tokens -----------------------------------------------------------------------------------------
+
+
+class MostProbable(torch.nn.Module):
+    def forward(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return most_probable(logits, 10)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "block"), [(1 << 14, 128), (29 * 600, 120), (29 * 1733, 29), (16_411, None), (11, None)]
+)
+def test_the_most_probable_tokens_are_found_and_ties_go_to_the_lower_id(
+    tmp_path: Path, vocab: int, block: int | None
+) -> None:
+    program = torch.onnx.export(
+        MostProbable().eval(), (torch.zeros(2, 3, vocab),), dynamo=True, opset_version=20, verbose=False
+    )
+    program.save(tmp_path / "model.onnx")
+    shapes = [value.shape for node in ir.load(tmp_path / "model.onnx").graph for value in node.outputs]
+    divided = [tuple(shape) for shape in shapes if shape is not None and len(shape) > 3]
+    assert divided[:1] == ([(2, 3, vocab // block, block)] if block else [])
+    random, session = np.random.default_rng(vocab), ort.InferenceSession(str(tmp_path / "model.onnx"))
+    for spread in (0.3, 3.0, 300.0):  # many ties, some, and few
+        logits = np.rint(random.standard_normal((2, 3, vocab)) * spread).astype(np.float32)
+        best, ids = session.run(None, {session.get_inputs()[0].name: logits})
+        expected = np.argsort(-logits, axis=-1, kind="stable")[..., :10]
+        assert np.array_equal(ids, expected)
+        assert np.array_equal(best, np.take_along_axis(logits, expected, -1))

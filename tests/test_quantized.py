@@ -1,7 +1,5 @@
 """Checkpoints that are quantized already: read as what their integers stand for, and stored as the same integers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

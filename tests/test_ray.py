@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from specexport.contract.options import options
 from specexport.exporter.options import BuildSettings
 from specexport.options import ListenOptions
 from specexport.runtime import Engine, SamplingParams
+from tests.fixtures import Bundles
 from tests.serving import free_port, wait_for_server
 from tests.threads import JOIN, wait_until
 
@@ -44,7 +45,7 @@ wait = partial(wait_until, every=0.2)  # requests that ask how things are shall 
     ],
 )
 def test_wrong_flags_are_named(
-    bundle: Callable[[str], Path], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    bundle: Bundles, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", str(bundle("llama-near")), "--ray", *words]) == 1
     assert message in capsys.readouterr().err
@@ -88,7 +89,7 @@ def test_routing_keys_are_prompt_prefixes() -> None:
     assert (key(prompt=7), key(), prompt_key(b"[]"), prompt_key(b"\xff")) == (None, None, None, None)
 
 
-def test_stalled_replicas_are_unhealthy(bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_replicas_are_unhealthy(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     from specexport.server.ray import EngineReplica, Settings
 
     async def live() -> None:
@@ -248,7 +249,7 @@ class Load:
 
 
 @pytest.fixture(scope="module")
-def texts(bundle: Callable[[str], Path]) -> dict[str, dict[str, str]]:
+def texts(bundle: Bundles) -> dict[str, dict[str, str]]:
     return {name: greedy(bundle(folder)) for name, folder in MODELS.items()}
 
 
@@ -262,7 +263,7 @@ def right(load: Load, texts: dict[str, dict[str, str]]) -> None:
 
 
 @pytest.mark.slow
-def test_overload_sends_retry_after_and_leaving_frees_a_slot(cluster: Cluster, bundle: Callable[[str], Path]) -> None:
+def test_overload_sends_retry_after_and_leaving_frees_a_slot(cluster: Cluster, bundle: Bundles) -> None:
     cluster.deploy(bundle(MODELS["first"]), "first", replicas=1, max_queue=2)
     body = {"prompt": PROMPTS[0], "max_tokens": 480, "temperature": 0, "n": 4, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=JOIN) as answer:
@@ -285,7 +286,7 @@ def test_overload_sends_retry_after_and_leaving_frees_a_slot(cluster: Cluster, b
 
 @pytest.mark.slow
 def test_a_replica_that_dies_takes_its_own_requests_with_it(
-    cluster: Cluster, bundle: Callable[[str], Path], texts: dict[str, dict[str, str]]
+    cluster: Cluster, bundle: Bundles, texts: dict[str, dict[str, str]]
 ) -> None:
     cluster.deploy(bundle(MODELS["first"]), "first")
     before = cluster.metric("request_success_total")
@@ -322,7 +323,7 @@ def test_a_replica_that_dies_takes_its_own_requests_with_it(
 
 @pytest.mark.slow
 def test_a_bundle_is_exchanged_without_a_refused_request(
-    cluster: Cluster, bundle: Callable[[str], Path], texts: dict[str, dict[str, str]]
+    cluster: Cluster, bundle: Bundles, texts: dict[str, dict[str, str]]
 ) -> None:
     cluster.deploy(bundle(MODELS["first"]), "first")
     with Load(cluster.url) as load:
@@ -339,7 +340,7 @@ def test_a_bundle_is_exchanged_without_a_refused_request(
 
 @pytest.mark.slow
 def test_a_config_file_scales_with_the_requests_that_wait(
-    cluster: Cluster, bundle: Callable[[str], Path], texts: dict[str, dict[str, str]], tmp_path: Path
+    cluster: Cluster, bundle: Bundles, texts: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
     scale = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "upscale_delay_s": 1}
     config = {
@@ -384,9 +385,7 @@ def _replicas(cluster: Cluster) -> int:
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_command_finishes_streams(
-    bundle: Callable[[str], Path], texts: dict[str, dict[str, str]]
-) -> None:
+def test_sigterm_to_the_command_finishes_streams(bundle: Bundles, texts: dict[str, dict[str, str]]) -> None:
     port = free_port()
     command = [sys.executable, "-m", "specexport", "serve", str(bundle(MODELS["first"])), "--ray", "--replicas", "2"]
     command += ["--port", str(port), "--threads", "1", "--no-calibrate", "--served-model-name", "first"]

@@ -1,7 +1,5 @@
 """A method is known in its own folder only: everything else asks what it can do."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path

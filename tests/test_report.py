@@ -1,10 +1,7 @@
 """Reports of ``bench``, ``tune`` and ``verify``: what was measured, in pages that ask for nothing."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from shutil import copytree
@@ -18,8 +15,8 @@ from specexport.commands import report
 from specexport.contract.reading import read_manifest
 from specexport.tables import Styled, Table
 from tests.browser import CHROMIUM, browser
+from tests.fixtures import Bundles
 
-Bundles = Callable[[str], Path]
 HOSTILE = "<img src=x onerror=alert(1)>&\"'[/b]"
 _EMPTY = ("meta", "img", "link", "br")
 
@@ -75,7 +72,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture
-def hostile(bundle: Bundles, tmp_path: Path) -> Callable[[str], Path]:
+def hostile(bundle: Bundles, tmp_path: Path) -> Bundles:
     """Gives a copy of a bundle in a folder whose name would be markup."""
     return lambda name: copytree(bundle(name), tmp_path / HOSTILE.replace("/", "."))
 

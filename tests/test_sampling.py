@@ -1,7 +1,5 @@
 """What is accepted, and what p is: properties that hold for every p, q and noise."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Who drives, over a step program that only counts: no model, no bundle."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

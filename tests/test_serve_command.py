@@ -1,12 +1,9 @@
 """``specexport serve`` as a process, and what its flags say."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -15,6 +12,7 @@ import pytest
 from benchmarks.__main__ import parser
 from benchmarks.serving import server
 from specexport.cli import main
+from tests.fixtures import Bundles
 from tests.serving import with_chat_template
 from tests.threads import wait_until
 
@@ -44,7 +42,7 @@ pytestmark = pytest.mark.exporter  # as are the benchmarks, which make models
     ],
 )
 def test_wrong_flags_are_named(
-    bundle: Callable[[str], Path], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    bundle: Bundles, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [word.format(bundle("llama-near")) if word == "{}" else word for word in words]
     assert main(["serve", *words]) == (1 if words == ["./nowhere"] or "magic" in message else 2)
@@ -68,7 +66,7 @@ def test_an_address_that_is_taken_is_named_before_anything_is_loaded(capsys: pyt
 
 
 def test_without_ray_its_extra_is_named(
-    bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Bundles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "specexport.server.ray", raising=False)
@@ -76,7 +74,7 @@ def test_without_ray_its_extra_is_named(
     assert "pip install 'specexport[ray]'" in capsys.readouterr().err
 
 
-def test_sigterm_finishes_streams(bundle: Callable[[str], Path]) -> None:
+def test_sigterm_finishes_streams(bundle: Bundles) -> None:
     flags = ("-tp", "1", "--seed", "42", "--max_model_len", "256", "--gpu_memory_utilization", "0.8", "--api_key", "k")
     config = '{"num_speculative_tokens": 2, "method": "draft_model"}'
     with server(bundle("llama-near"), *flags, "--no-calibrate", "--speculative_config", config, threads=1) as running:
@@ -93,7 +91,7 @@ def test_sigterm_finishes_streams(bundle: Callable[[str], Path]) -> None:
         assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_second_ctrl_c_ends_streams(bundle: Callable[[str], Path], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_second_ctrl_c_ends_streams(bundle: Bundles, capfd: pytest.CaptureFixture[str]) -> None:
     with server(bundle("llama-near"), "--no-calibrate", threads=1) as running:
         body = {"prompt": "a", "n": 64, "max_tokens": 500, "temperature": 1, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as answer:
@@ -106,7 +104,7 @@ def test_a_second_ctrl_c_ends_streams(bundle: Callable[[str], Path], capfd: pyte
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_short_soak_loses_nothing(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_short_soak_loses_nothing(bundle: Bundles, tmp_path: Path) -> None:
     """Latencies are the whole soak's to judge, not this one's of seconds."""
     out, folder = tmp_path / "soak.json", with_chat_template(bundle("llama-near-batch"), tmp_path / "bundle")
     words = ["soak", "--bundle", str(folder), "--minutes", "0.2", "--threads", "1", "--json", str(out)]
@@ -123,7 +121,7 @@ def test_a_short_soak_loses_nothing(bundle: Callable[[str], Path], tmp_path: Pat
     assert figures["stopping"] == figures["stopping"] | {"streams": 4, "ended_well": 4, "exit_code": 0}
 
 
-def test_the_load_benchmark_runs(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_load_benchmark_runs(bundle: Bundles, tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     words = ["serve", "--bundle", str(bundle("llama-near")), "--requests", "6", "--concurrency", "3", "--threads", "1"]
     arguments = parser().parse_args([*words, "--new-tokens", "16", "--prompt-chars", "40", "--json", str(out)])

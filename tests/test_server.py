@@ -1,13 +1,11 @@
 """``specexport serve``, as the official openai client and plain HTTP see it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +14,13 @@ import httpx
 import openai
 import pytest
 
-from specexport.runtime import Engine, SamplingParams, Stats
+from specexport.runtime import SamplingParams, Stats
 from specexport.runtime.chat import ChatTemplate
 from specexport.server.chat import template_message
 from specexport.server.request_parts import ChatMessage
 from specexport.server.requests import ChatRequest
 from specexport.server.service import usage_of
+from tests.fixtures import Bundles
 from tests.serving import HERMES, NAME, Served, served, with_chat_template
 from tests.threads import wait_until
 
@@ -31,7 +30,7 @@ CHAT: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "conten
 
 
 @pytest.fixture(scope="module")
-def folder(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("served") / "bundle")
 
 
@@ -433,12 +432,7 @@ CUT = {"type": "function", "name": "f", "parameters": {"title": HALF}}
         ("responses", {"input": [{"type": None}]}, "input.0.role", "missing"),
         ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
         ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages.0", "content is missing"),
-        (
-            "chat/completions",
-            {"response_format": {"type": "xml"}},
-            "response_format.type",
-            "expected one of 'text',",
-        ),
+        ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type", "expected one of 'text',"),
         ("chat/completions", {"response_format": {}}, "response_format.type", "is missing"),
         (
             "chat/completions",
@@ -474,55 +468,37 @@ def test_a_wrong_request_is_answered_with_the_field(
     assert (error["code"] == "context_length_exceeded") == ("the context holds 512" in words)
 
 
-@pytest.mark.parametrize(
-    ("content", "status"),
-    [
-        (b"{", 400),
-        (b"", 400),
-        (b"[]", 400),
-        (b'"text"', 400),
-        (b'{"prompt": NaN}', 400),
-        (b'{"prompt": "a", "temperature": NaN}', 400),
-        (b"\xff\xfe", 400),
-        (b'{"prompt": "' + b"a" * 90_000 + b'\xff"}', 400),
-        (rb'{"prompt": "a", "cut \ud83d": 1}', 400),
-        (b"[" * 50_000, 400),
-        (b'{"prompt": "' + b"a" * 120_000 + b'"}', 413),
-    ],
-)
-def test_invalid_requests_are_named(http: httpx.Client, content: bytes, status: int) -> None:
-    answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
-    assert answer.status_code == status, answer.text
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-
-
-def test_broken_json_is_answered_with_its_place(http: httpx.Client) -> None:
-    answer = http.post("/v1/completions", content=b'{"prompt": "a', headers={"Content-Type": "application/json"})
-    assert answer.json()["error"]["message"].endswith("not JSON: Unterminated string starting, after 11 characters")
+NO_JSON = "Content-Type than application/json"
 
 
 @pytest.mark.parametrize(
-    ("content", "coding", "status", "words"),
+    ("content", "headers", "status", "words"),
     [
-        (b"[" * 50_000, "Identity", 400, "nested too deeply"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", "identity", 400, "a number of too many digits"),
-        (b"anything", "gzip", 415, "the body's Content-Encoding is 'gzip'; send it as it is"),
+        (b"{", {}, 400, "not JSON"),
+        (b"", {}, 400, ""),
+        (b"[]", {}, 400, ""),
+        (b'"text"', {}, 400, ""),
+        (b'{"prompt": NaN}', {}, 400, ""),
+        (b'{"prompt": "a", "temperature": NaN}', {}, 400, ""),
+        (b"\xff\xfe", {}, 400, ""),
+        (b'{"prompt": "' + b"a" * 90_000 + b'\xff"}', {}, 400, ""),
+        (rb'{"prompt": "a", "cut \ud83d": 1}', {}, 400, ""),
+        (b'{"prompt": "a', {}, 400, "not JSON: Unterminated string starting, after 11 characters"),
+        (b"[" * 50_000, {"Content-Encoding": "Identity"}, 400, "nested too deeply"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", {"Content-Encoding": "identity"}, 400, "a number of too many digits"),
+        (b"anything", {"Content-Encoding": "gzip"}, 415, "the body's Content-Encoding is 'gzip'; send it as it is"),
+        (b"prompt=a", {"Content-Type": "application/x-www-form-urlencoded"}, 400, NO_JSON),  # as curl sends by default
+        (b'{"prompt": "' + b"a" * 120_000 + b'"}', {}, 413, ""),
     ],
 )
 def test_a_body_that_cannot_be_read_is_explained(
-    http: httpx.Client, content: bytes, coding: str, status: int, words: str
+    http: httpx.Client, content: bytes, headers: dict[str, str], status: int, words: str
 ) -> None:
-    headers = {"Content-Type": "application/json", "Content-Encoding": coding}
-    answer = http.post("/v1/completions", content=content, headers=headers)
-    assert answer.status_code == status
-    assert words in answer.json()["error"]["message"]
-
-
-def test_a_body_of_another_content_type_is_named(http: httpx.Client) -> None:
-    """As curl sends one by default."""
-    answer = http.post("/v1/completions", data={"prompt": "a"})
-    assert answer.status_code == 400
-    assert "Content-Type than application/json" in answer.json()["error"]["message"]
+    answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"} | headers)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert words in error["message"]
 
 
 def test_a_body_that_does_not_say_how_long_it_is_is_cut_off(http: httpx.Client) -> None:
@@ -679,7 +655,7 @@ def test_parts_of_a_message_are_lines_of_a_text(tiny: Served, client: openai.Ope
     assert answers[0].usage == answers[1].usage
 
 
-def test_requests_choose_among_templates(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_requests_choose_among_templates(bundle: Bundles, tmp_path: Path) -> None:
     """Tools choose one, a name any; the form in which calls are written is the chosen one's."""
     only_parts = "{% for m in messages %}{% for c in m.content %}{{ c.text }} {% endfor %}{% endfor %}{{ documents }}"
     folder = with_chat_template(bundle("llama-near"), tmp_path / "bundle", tool_use=HERMES, rag=only_parts)
@@ -773,10 +749,9 @@ def test_requests_during_shutdown_are_refused(
 
 
 def test_the_models_context_bounds_outputs_without_a_limit(tiny: Served, http: httpx.Client) -> None:
-    engine: Engine = tiny.service.engine.frontend.engine
     body = {"prompt": [5] * 500, "max_tokens": None, "temperature": 0, "ignore_eos": True}
     result = http.post("/v1/completions", json=body).json()
-    assert result["usage"]["completion_tokens"] == engine.manifest.max_seq_len - 500
+    assert result["usage"]["completion_tokens"] == 12  # of a context of 512
 
 
 def test_usage_counts_prefix_cache_hits(tiny: Served) -> None:

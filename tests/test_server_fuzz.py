@@ -1,9 +1,6 @@
 """The server against its own OpenAPI document: schemathesis makes requests that fit it, and requests that do not."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
+from tests.fixtures import Bundles
 from tests.serving import Served, served, with_chat_template
 
 EXCLUDED = ("positive_data_acceptance",)
@@ -20,7 +18,7 @@ EXCLUDED = ("positive_data_acceptance",)
 
 
 @pytest.fixture(scope="module")
-def running(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def running(bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("fuzzed") / "bundle")
     # Requests for many tokens are cut short, as otherwise they were all that is tried.
     with served(folder, timeout=0.1) as server:

@@ -1,13 +1,11 @@
 """The server under what should not come but does: long prompts, crowds, and clients that vanish."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.fixtures import Bundles
 from tests.serving import Served, served, with_chat_template
 from tests.threads import wait_until
 
@@ -26,7 +25,7 @@ HANG = 4.0
 
 
 @pytest.fixture(scope="module")
-def folder(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_chat_template(bundle("llama-near"), tmp_path_factory.mktemp("loaded") / "bundle")
 
 
@@ -167,7 +166,7 @@ def test_full_queues_refuse_before_reading_the_body(folder: Path) -> None:
             assert stranger.recv(100).startswith(b"HTTP/1.1 401")
 
 
-def test_small_switch_intervals_lose_no_request(bundle: Callable[[str], Path]) -> None:
+def test_small_switch_intervals_lose_no_request(bundle: Bundles) -> None:
     """Threads change places a thousand times as often as they usually do."""
     before = sys.getswitchinterval()
     expected: dict[int, str] = {}

@@ -1,13 +1,11 @@
 """Targets that GPUs share: engines of every rank, and the host's side of running them, against stand-ins."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,10 +38,11 @@ from specexport.verify.bundle import check_graphs
 from specexport.verify.engines import runnable
 from tests.checkpoints import GROUPED, make_checkpoint
 from tests.compiled import compiled
+from tests.fixtures import Bundles
 from tests.manifests import put
 from tests.nccl_stand_in import followed
 from tests.onnxruntime_stand_in import installed as onnxruntime_installed
-from tests.ranks import followers
+from tests.ranks import followers, split_bundle
 from tests.streams import started, tokens_of
 from tests.tensorrt_stand_in import TensorRT, installed
 
@@ -55,27 +54,15 @@ RTX = CompileOptions("tensorrt-rtx", compute_capability=((8, 9),))
 
 
 @pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def split(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
     """A bundle whose target two ranks share, with a draft, in a precision; not compiled."""
     root = tmp_path_factory.mktemp("split")
-
-    def make(precision: str) -> Path:
-        if not (root / "target").exists():
-            make_checkpoint(root / "target", "llama", num_key_value_heads=4)
-            make_checkpoint(root / "draft", "llama", seed=1)
-        out = root / precision
-        if not out.exists():
-            methods = ({"method": "draft_model", "model": str(root / "draft"), "num_speculative_tokens": 3},)
-            options: dict[str, Any] = {"max_seq_len": 192, "max_batch_size": 2, "precision": precision}
-            build(BuildOptions(str(root / "target"), out, methods, 2, backend="tensorrt-rtx", **options))
-        return out
-
-    return make
+    return lambda precision: split_bundle(root, "llama", 2, precision, max_seq_len=192, backend="tensorrt-rtx")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "compute"), [("fp16", None), ("int4", "bf16")])
-def test_every_rank_gets_an_engine(precision: str, compute: Any, split: Callable[[str], Path], tmp_path: Path) -> None:
+def test_every_rank_gets_an_engine(precision: str, compute: Any, split: Bundles, tmp_path: Path) -> None:
     """By the real TensorRT-RTX, for one slot and for two."""
     pytest.importorskip("tensorrt_rtx")
     folder = shutil.copytree(split(precision), tmp_path / "bundle")
@@ -99,7 +86,7 @@ def test_every_rank_gets_an_engine(precision: str, compute: Any, split: Callable
         runnable(manifest)
 
 
-def test_the_network_has_a_collective_for_each_meeting(split: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_network_has_a_collective_for_each_meeting(split: Bundles, tmp_path: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx")
     folder = shutil.copytree(split("fp32") / "target", tmp_path / "target")
     source, sizes = folder / "rank-1/half.onnx", {"B": 1, "S": 256}
@@ -243,7 +230,7 @@ def _together(parts: list[onnx.ModelProto]) -> onnx.ModelProto:
 
 
 def test_libraries_without_collectives_are_refused(
-    split: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    split: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Old:
         __version__ = "10.3.0"
@@ -254,7 +241,7 @@ def test_libraries_without_collectives_are_refused(
     words = r"tensorrt 10\.3\.0 has no collective layers.*install TensorRT 11 or newer, or build without --tensor-par"
     with pytest.raises(BuildError, match=words):
         compile_bundle(split("fp32"), CompileOptions("tensorrt"))
-    target = str(split("fp32").parent / "target")
+    target = str(split("fp32").parent / "llama")
     options = BuildOptions(target, tmp_path / "out", (), 2, backend="tensorrt", engines=CompileOptions("tensorrt"))
     with pytest.raises(BuildError, match=words):
         build(options)
@@ -266,7 +253,7 @@ def test_libraries_without_collectives_are_refused(
 
 @pytest.mark.parametrize(("compute", "kind"), [("fp16", 10), ("bf16", 16)])
 def test_segments_for_onnxruntime_meet_in_the_type_they_compute_in(
-    compute: Any, kind: int, split: Callable[[str], Path], tmp_path: Path
+    compute: Any, kind: int, split: Bundles, tmp_path: Path
 ) -> None:
     """And sizes do not go from one to another, where the host would read them back from the device."""
     folder = shutil.copytree(split("fp32") / "target/rank-1", tmp_path / "rank-1")
@@ -281,7 +268,7 @@ def test_segments_for_onnxruntime_meet_in_the_type_they_compute_in(
     assert all(len(value.type.tensor_type.shape.dim) > 2 for value in between)
 
 
-def test_every_rank_has_as_many_segments(split: Callable[[str], Path], tmp_path: Path) -> None:
+def test_every_rank_has_as_many_segments(split: Bundles, tmp_path: Path) -> None:
     folder = shutil.copytree(split("fp32"), tmp_path / "bundle")
     for _ in range(2):  # again it takes the graphs that are there
         compile_bundle(folder, CompileOptions("onnxruntime-cuda"))
@@ -321,7 +308,7 @@ def test_buffers_between_segments_are_large_enough() -> None:
         _Exchange.of([session([], ["sum.0"], "S + Z")], point, 2)
 
 
-def test_engines_of_unknown_ranks_are_refused(split: Callable[[str], Path], tmp_path: Path) -> None:
+def test_engines_of_unknown_ranks_are_refused(split: Bundles, tmp_path: Path) -> None:
     folder = compiled(split("fp32"), tmp_path / "bundle")
     manifest = read_manifest(folder)
     assert [engine.rank for engine in manifest.target.engines] == [0, 1]
@@ -337,7 +324,7 @@ def test_engines_of_unknown_ranks_are_refused(split: Callable[[str], Path], tmp_
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: Callable[[str], Path]) -> Iterator[TensorRT]:
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: Bundles) -> Iterator[TensorRT]:
     """Two imaginary GPUs, and a bundle with engines for them."""
     with installed(monkeypatch, tmp_path / "bundle") as module:
         module.cuda.devices = 2
@@ -347,7 +334,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: Callable[[str],
 
 
 @pytest.fixture(params=["tensorrt-rtx", "onnxruntime-cuda"])
-def shared(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: Callable[[str], Path]) -> Any:
+def shared(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: Bundles) -> Any:
     """Such a bundle for TensorRT-RTX, or for ONNX Runtime on such GPUs."""
     if request.param == "tensorrt-rtx":
         yield request.getfixturevalue("gpus").folder
@@ -361,7 +348,7 @@ def shared(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split:
         assert {f"step.slots.cuda.fp32.{at:03}.onnx" for at in range(7)} < set(module.opened)
 
 
-def test_split_targets_equal_the_cpu(shared: Path, split: Callable[[str], Path]) -> None:
+def test_split_targets_equal_the_cpu(shared: Path, split: Bundles) -> None:
     with (
         Engine.load(split("fp32"), threads=1, backend="onnxruntime") as cpu,
         Engine.load(shared, max_batch_size=2) as on_gpu,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,12 +14,12 @@ from specexport.contract.manifest import GenerationRules
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda.library import Enqueue
-from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.request import Completion, Request, Stream, complete
 from specexport.runtime.speculation.policy import SpeculationPolicy
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.step_program import PLAIN_TREE
 from tests.compiled import compiled
+from tests.fixtures import Bundles, Engines
 from tests.step_program import GREEDY, SAMPLED, TYPICAL, program_of, same
 from tests.tensorrt_stand_in import TensorRT, installed
 
@@ -35,7 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TensorRT]:
 
 
 @pytest.fixture
-def load(bundle: Callable[[str], Path], shared_accept_graphs: None, gpu: TensorRT) -> Load:
+def load(bundle: Bundles, shared_accept_graphs: None, gpu: TensorRT) -> Load:
     """Loads a copy of a bundle with engines of its models and of the step program's graphs, for so many slots."""
 
     def get(name: str, slots: int = 1) -> Engine:
@@ -64,9 +64,7 @@ def test_a_step_is_one_launch_and_one_wait(name: str, load: Load, gpu: TensorRT)
         assert set(gpu.cuda.calls) == {"cudaGraphLaunch", "cudaStreamSynchronize"}
 
 
-def test_requests_that_the_host_looks_into_share_graphs_and_caches(
-    load: Load, engine: Callable[[str], Engine], gpu: TensorRT
-) -> None:
+def test_requests_that_the_host_looks_into_share_graphs_and_caches(load: Load, engine: Engines, gpu: TensorRT) -> None:
     """One after another in the same slot, each going on from what the last one's steps left in the caches."""
     cpu = engine("dice-mixed")
     with load("dice-mixed") as on_gpu:
@@ -92,7 +90,7 @@ def test_requests_that_the_host_looks_into_share_graphs_and_caches(
                 texts = [[*text, *done.token_ids] for text, done in zip(texts, completions, strict=True)]
 
 
-def test_lookahead_is_driven_from_the_host(load: Load, engine: Callable[[str], Engine], gpu: TensorRT) -> None:
+def test_lookahead_is_driven_from_the_host(load: Load, engine: Engines, gpu: TensorRT) -> None:
     with load("dice-lookahead") as on_gpu:
         ours = on_gpu.generate([7, 9, 11], GREEDY)
         assert ours.stats.execution == "graph per engine"
@@ -101,7 +99,7 @@ def test_lookahead_is_driven_from_the_host(load: Load, engine: Callable[[str], E
 
 
 def test_trees_that_a_budget_hands_out_run_in_larger_steps(
-    load: Load, bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    load: Load, bundle: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chains of two draft tokens, which nothing was captured for, proposed from the host."""
 
@@ -132,9 +130,7 @@ def _poison(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", ["dice-mixed", "dice-mlp"])
-def test_nothing_is_left_over_from_the_step_before(
-    name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT
-) -> None:
+def test_nothing_is_left_over_from_the_step_before(name: str, load: Load, bundle: Bundles, gpu: TensorRT) -> None:
     """Every input, output and scratch byte on the device is poisoned before each step, the caches alone are kept."""
     with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         _poison(on_gpu)
@@ -144,7 +140,7 @@ def test_nothing_is_left_over_from_the_step_before(
 
 @pytest.mark.parametrize(("most", "execution"), [(25, "graph per engine"), (0, "plain")])
 def test_without_one_graph_a_step_it_does_the_next_best_and_says_why(
-    most: int, execution: str, load: Load, engine: Callable[[str], Engine], gpu: TensorRT
+    most: int, execution: str, load: Load, engine: Engines, gpu: TensorRT
 ) -> None:
     gpu.cuda.most_captured = most
     with load("dice-mixed") as on_gpu:
@@ -198,9 +194,7 @@ def _together(engine: Engine, asks: Sequence[Ask]) -> list[Completion]:
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("name", TOGETHER)
-def test_batches_equal_single_requests_on_the_cpu(
-    name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT
-) -> None:
+def test_batches_equal_single_requests_on_the_cpu(name: str, load: Load, bundle: Bundles, gpu: TensorRT) -> None:
     """Greedy and sampled, by every method and by none, joining and leaving, with prompts that begin alike."""
     asks = _asks(TOGETHER[name], GREEDY, SAMPLED)
     with Engine.load(bundle(name.replace("-batch", "")), threads=1, prefix_cache=False) as alone:
@@ -216,23 +210,8 @@ def test_batches_equal_single_requests_on_the_cpu(
         assert sum(ours.stats.cached_tokens for ours in completions) > 0
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_batches_go_on_as_they_do_on_the_cpu(
-    name: str, load: Load, bundle: Callable[[str], Path], gpu: TensorRT, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the trees that a budget hands out to a batch, which change from step to step."""
-    # Drafts of devices read what plain steps left out before they draft: in a step of its own.
-    monkeypatch.setattr(OnnxRuntimeGraph, "any_width", False)
-    asks = _asks(TOGETHER[name], SAMPLED, GREEDY)
-    with load(name, SLOTS) as on_gpu, Engine.load(bundle(name), threads=1, max_batch_size=SLOTS) as cpu:
-        for ours, theirs in zip(_together(on_gpu, asks), _together(cpu, asks), strict=True):
-            same(ours, theirs)
-
-
 @pytest.mark.usefixtures("whole_trees")
-def test_a_batch_that_no_one_graph_decides_is_driven_from_the_host(
-    load: Load, engine: Callable[[str], Engine], gpu: TensorRT
-) -> None:
+def test_a_batch_that_no_one_graph_decides_is_driven_from_the_host(load: Load, engine: Engines, gpu: TensorRT) -> None:
     """Two rules of acceptance, or logits that the host reads: until those who want it have left."""
     for others in (TYPICAL, GREEDY.replace(logprobs=1)):
         asks: list[Ask] = [([7, 9, 11], others.replace(max_tokens=6), "draft_model"), ([5] * 20, SAMPLED, "ngram")]
@@ -263,7 +242,7 @@ def test_a_step_of_all_slots_is_one_launch_and_one_wait(name: str, load: Load, g
 
 
 @pytest.mark.usefixtures("whole_trees")
-def test_nothing_of_another_slot_or_step_is_left_over(load: Load, bundle: Callable[[str], Path], gpu: TensorRT) -> None:
+def test_nothing_of_another_slot_or_step_is_left_over(load: Load, bundle: Bundles, gpu: TensorRT) -> None:
     """As with one slot, everything but the caches is poisoned before each step."""
     asks = _asks(("draft_model", None), SAMPLED, GREEDY)
     with load("dice-mixed-batch", SLOTS) as on_gpu, Engine.load(bundle("dice-mixed"), threads=1) as alone:

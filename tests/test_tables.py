@@ -1,7 +1,5 @@
 """Tables, styles and progress, on terminals and in files."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

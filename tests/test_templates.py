@@ -1,7 +1,5 @@
 """Chat templates of checkpoints: found wherever transformers finds some, and used by name as it does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Targets that are split among processes: their texts, and what becomes of them when one of the processes ends."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
@@ -13,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from specexport.runtime.backends.ranks import ORPHANED
 from specexport.runtime.speculative import PLAIN
 from tests.checkpoints import GROUPED, make_checkpoint
 from tests.manifests import put
-from tests.ranks import followers
+from tests.ranks import followers, split_bundle
 from tests.streams import started, tokens_of
 from tests.threads import JOIN, wait_until
 
@@ -48,20 +47,7 @@ Built = Callable[[str, int, str], Path]
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """A bundle of a family with a draft, for so many ranks, in a precision."""
-    root = tmp_path_factory.mktemp("ranks")
-
-    def make(family: str, ranks: int, precision: str = "fp32") -> Path:
-        bundle, target = root / f"{family}-{ranks}-{precision}", root / family
-        if not target.exists():
-            make_checkpoint(target, family, num_key_value_heads=4)
-            make_checkpoint(root / f"{family}-draft", family, seed=1)
-        if not bundle.exists():
-            methods = ({"method": "draft_model", "model": str(root / f"{family}-draft"), "num_speculative_tokens": 3},)
-            options = {"max_seq_len": 256, "max_batch_size": 2, "precision": precision}
-            build(BuildOptions(str(target), bundle, methods, tensor_parallel=ranks, **options))
-        return bundle
-
-    return make
+    return partial(split_bundle, tmp_path_factory.mktemp("ranks"), max_seq_len=256)
 
 
 @pytest.fixture

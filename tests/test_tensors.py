@@ -1,7 +1,5 @@
 """Tensors are declared once, and docs/graph-contract.md shows the declarations."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Tokens into text: what is given out as tokens come, put together, is the text of all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

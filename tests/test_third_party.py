@@ -1,7 +1,5 @@
 """A method of somebody else's: a package of one module, installed into a fresh environment, works everywhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

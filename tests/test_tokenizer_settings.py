@@ -1,7 +1,5 @@
 """What a tokenizer's files say: texts become the tokens that they become in transformers, and end where they should."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

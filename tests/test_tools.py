@@ -1,11 +1,8 @@
 """Tools by family, over HTTP with the official client; and added tokens in every kind of grammar."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -21,6 +18,7 @@ from specexport.runtime.speculative import PLAIN
 from specexport.server.request_parts import Function
 from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
 from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls
+from tests.fixtures import Bundles, Engines
 from tests.serving import NAME, Served, served
 from tests.test_constraint import grammars
 from tests.threads import wait_until
@@ -44,9 +42,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 @pytest.fixture(scope="module")
-def running(
-    family: Family, bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+def running(family: Family, bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = family_bundle(family, bundle("llama-near"), tmp_path_factory.mktemp("family") / "bundle")
     with served(folder) as server:
         yield server
@@ -190,7 +186,7 @@ VALUES: dict[str, tuple[dict[str, Any], Any]] = {
 @hypothesis.given(st.sets(st.sampled_from(sorted(VALUES))), st.sets(st.sampled_from(sorted(VALUES))), st.data())
 @hypothesis.settings(max_examples=60, database=None)
 def test_parameters_that_are_written_one_by_one_are_read(
-    engine: Callable[[str], Engine], used: set[str], optional: set[str], data: st.DataObject
+    engine: Engines, used: set[str], optional: set[str], data: st.DataObject
 ) -> None:
     """Texts as they are and everything else as JSON, wherever the text is cut."""
     near = engine("llama-near")
@@ -276,7 +272,7 @@ def test_channels_of_gpt_oss_are_distinguished() -> None:
 
 @pytest.fixture(scope="module", params=[QWEN3, HERMES], ids=lambda family: family.name)
 def marked(
-    request: pytest.FixtureRequest, bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, bundle: Bundles, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     """An engine whose ``<tool_call>`` is an added token, special or not."""
     folder = family_bundle(request.param, bundle("llama-near"), tmp_path_factory.mktemp("marked") / "bundle")
@@ -327,7 +323,7 @@ def test_constrained_texts_may_contain_special_tokens(marked: Engine) -> None:
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Metaspace()])
-def test_a_tokenizer_that_cannot_be_read_is_named(engine: Callable[[str], Engine], decoder: Any) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_named(engine: Engines, decoder: Any) -> None:
     tokenizer = Tokenizer.from_str(engine("llama-near").tokenizer.to_str())
     tokenizer.decoder = decoder
     with pytest.raises(RequestError, match=r"tokenizer has (no decoder|the decoder \w+), which llguidance") as caught:

@@ -1,7 +1,5 @@
 """Training data: what is read, what of it is learnt, and how it comes in batches."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

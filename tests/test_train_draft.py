@@ -1,7 +1,5 @@
 """Drafts are distilled: the divergences, what is sampled, and the command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from specexport.training.distill import (
     mixed_temperatures,
 )
 from specexport.training.loop import Schedule, adamw, load_tensors, train
-from tests.checkpoints import VOCAB, make_checkpoint, make_model
+from tests.checkpoints import VOCAB, make_checkpoint, make_model, with_swapped_tokens
 from tests.training import silent
 
 pytestmark = [pytest.mark.exporter, pytest.mark.slow]
@@ -171,11 +169,7 @@ def test_options_that_do_not_fit_are_refused(
 
 
 def test_a_draft_of_another_tokenizer_is_refused(pair: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
-    other = make_checkpoint(tmp_path / "other", "llama", seed=2)
-    file = other / "tokenizer.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
-    content["model"]["vocab"]["a"], content["model"]["vocab"]["b"] = (content["model"]["vocab"][x] for x in "ba")
-    file.write_text(json.dumps(content), encoding="utf-8")
+    other = with_swapped_tokens(make_checkpoint(tmp_path / "other", "llama", seed=2))
     options = DraftTraining(target=str(pair[0]), draft=str(other), data=[text], output=tmp_path / "out")
     with pytest.raises(SpecExportError, match="different tokenizers: token 'a' is"):
         train_draft(options, silent)

@@ -1,7 +1,5 @@
 """What all trainings over a target share: refused options, runs that go on where they stopped, bundles of them."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -39,11 +37,7 @@ pytestmark = [pytest.mark.exporter, pytest.mark.slow]
         ("eagle3", {"ttt_steps": 0}, "ttt_steps is 0; expected a whole number from 1 to 16"),
         ("eagle3", {"ttt_steps": 15, "seq_len": 16}, "--ttt-steps is 15; expected 1 to 14, two less than --seq-len"),
         ("eagle3", {"draft_vocab_size": 400}, "--draft-vocab-size is 400; expected 1 to 320, the target's vocabulary"),
-        (
-            "eagle3",
-            {"states": None},
-            "--states is 2 1 -1 by default, as the target has few layers; expected one",
-        ),
+        ("eagle3", {"states": None}, "--states is 2 1 -1 by default, as the target has few layers; expected one"),
         ("eagle3", {"states": (1, 1)}, "--states is 1 1; expected one number of layers or several different ones"),
         ("eagle3", {"optimizer": "sgd"}, "optimizer is 'sgd'; expected one of adamw, muon"),
         ("medusa", {"heads": 0}, "heads is 0; expected a whole number from 1 to 16"),
@@ -78,10 +72,7 @@ def test_options_out_of_range_are_refused_by_name(
 
 def test_a_work_folder_is_for_one_training_at_a_time(target: Path, tmp_path: Path) -> None:
     options = training_options("medusa", target, tmp_path)
-    with (
-        write_lock(tmp_path / "out.work"),
-        pytest.raises(BuildError, match=r"process \d+ is writing .*out\.work"),
-    ):
+    with write_lock(tmp_path / "out.work"), pytest.raises(BuildError, match=r"process \d+ is writing .*out\.work"):
         TRAININGS["medusa"].train(options, silent)
     assert not (tmp_path / "out").exists()
 

@@ -1,7 +1,5 @@
 """Token trees: built from choices, files and presets, refused with a reason, and drawn in the terminal and as SVG."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

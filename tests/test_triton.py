@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +24,7 @@ import pytest
 
 from specexport.cli import main
 from specexport.runtime import Engine, SamplingParams
+from tests.fixtures import Bundles
 from tests.serving import free_port, wait_for_server
 from tests.threads import JOIN, wait_until
 
@@ -32,7 +33,7 @@ TRITON = os.environ.get("SPECEXPORT_TRITON")
 
 
 @pytest.fixture(scope="module")
-def repository(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def repository(bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("triton") / "repository"
     assert main(["export", "triton", str(bundle("llama-near-batch")), "-o", str(folder), "--name", "tiny"]) == 0
     settings = folder / "tiny" / "1" / "model.json"
@@ -41,14 +42,14 @@ def repository(bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def expected_answers(bundle: Callable[[str], Path]) -> dict[str, Any]:
+def expected_answers(bundle: Bundles) -> dict[str, Any]:
     with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
         completion = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
         return {"text": completion.text, "prompt_tokens": completion.stats.prompt_tokens}
 
 
 def test_repositories_are_written_atomically(
-    bundle: Callable[[str], Path], repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundle: Bundles, repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export = ["export", "triton", str(bundle("llama-near-batch")), "-o"]
     before = sorted(path.relative_to(repository) for path in repository.rglob("*"))

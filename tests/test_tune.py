@@ -1,13 +1,10 @@
 """Choosing a tree from what is accepted and what steps cost, and writing it into a bundle."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
@@ -25,10 +22,10 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.request import Stats
 from specexport.tree_search import Observed, candidates, observe, record_proposals, step_costs
+from tests.fixtures import Bundles
 from tests.manifests import rewritten
 from tests.test_bundle import compiled
 
-Bundles = Callable[[str], Path]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 PROMPTS = [[3 + (7 * i + k) % 300 for i in range(12)] for k in range(6)]
 

@@ -1,13 +1,10 @@
 """Bytes that are not UTF-8, and text that standard output cannot show: one line, or a replacement."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ import pytest
 from specexport.contract.errors import BundleError
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
+from tests.fixtures import Bundles
 
 NAME = "llama-near"
 WRONG = b"ab\xff"
@@ -41,14 +39,14 @@ def command(
     ],
 )
 def test_text_that_is_not_utf8_is_explained_in_one_line(
-    bundle: Callable[[str], Path], words: list[object], stdin: bytes, named: str
+    bundle: Bundles, words: list[object], stdin: bytes, named: str
 ) -> None:
     done = command("run", bundle(NAME), *words, stdin=stdin)
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr.decode() == f"specexport: error: {named}\n"
 
 
-def test_another_encoding_is_that_of_standard_input(bundle: Callable[[str], Path]) -> None:
+def test_another_encoding_is_that_of_standard_input(bundle: Bundles) -> None:
     words = ("run", bundle(NAME), "-n", "2", "--temperature", "0", "--json", "--no-calibrate")
     latin = command(*words, stdin="ab\xff".encode("latin-1"), env={"PYTHONIOENCODING": "latin-1"})
     assert latin.returncode == 0
@@ -72,7 +70,7 @@ def test_another_encoding_is_that_of_standard_input(bundle: Callable[[str], Path
     ],
 )
 def test_files_and_options_that_are_not_utf8_are_named(
-    bundle: Callable[[str], Path], tmp_path: Path, words: list[object], content: bytes
+    bundle: Bundles, tmp_path: Path, words: list[object], content: bytes
 ) -> None:
     (tmp_path / "data.jsonl").write_bytes(content)
     known: dict[object, object] = {"BUNDLE": bundle(NAME), "FILE": tmp_path / "data.jsonl"}
@@ -103,7 +101,7 @@ def test_a_checkpoint_that_is_not_utf8_is_refused(tmp_path: Path, file: str) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_may_have_any_name_that_is_text(bundle: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_folder_may_have_any_name_that_is_text(bundle: Bundles, tmp_path: Path) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + WRONG))
     shutil.copytree(bundle(NAME), folder)
     with pytest.raises(BundleError, match="the folder's name is not UTF-8; rename it"):
@@ -113,7 +111,7 @@ def test_a_folder_may_have_any_name_that_is_text(bundle: Callable[[str], Path], 
         assert engine.generate("a", SamplingParams(max_tokens=2, ignore_eos=True)).token_ids
 
 
-def test_unprintable_characters_are_replaced(bundle: Callable[[str], Path]) -> None:
+def test_unprintable_characters_are_replaced(bundle: Bundles) -> None:
     words = ("run", bundle(NAME), "-p", "🙂 ü", "-n", "24", "--temperature", "0", "--ignore-eos", "--no-calibrate")
     shown = command(*words).stdout.decode()
     assert not shown.isascii()  # else this would show nothing

@@ -1,10 +1,6 @@
 """Values as callers have them: NumPy's and torch's numbers and arrays, and what is no text or no token."""
 
-from __future__ import annotations
-
 import importlib.util
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +9,7 @@ import pytest
 from specexport import LLM, SamplingParams
 from specexport.contract.errors import RequestError
 from specexport.contract.values import token_ids
-from specexport.runtime import EmbedsPrompt, Engine
+from tests.fixtures import Bundles, Engines
 
 NAME = "llama-near"
 IDS = [5, 6, 7, 8]
@@ -22,7 +18,7 @@ SURROGATE = "cut here \ud83d"
 
 
 @pytest.fixture(scope="module")
-def llm(bundle: Callable[[str], Path]) -> LLM:
+def llm(bundle: Bundles) -> LLM:
     return LLM(bundle=bundle(NAME), threads=1, calibrate=False)
 
 
@@ -45,7 +41,7 @@ def _arrays() -> list[Any]:
 
 
 @pytest.mark.parametrize("ids", _arrays(), ids=lambda ids: f"{type(ids).__module__}.{type(ids).__name__}")
-def test_token_ids_come_in_arrays(llm: LLM, engine: Callable[[str], Engine], ids: Any) -> None:
+def test_token_ids_come_in_arrays(llm: LLM, engine: Engines, ids: Any) -> None:
     expected = engine(NAME).generate(IDS, GREEDY).token_ids
     assert engine(NAME).generate(ids, GREEDY).token_ids == expected
     for prompts in (ids, {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}], [ids]):
@@ -67,7 +63,7 @@ def test_lists_and_arrays_of_rows_are_a_prompt_each(llm: LLM) -> None:
         llm.generate({"prompt_token_ids": rows}, GREEDY)
 
 
-def test_a_hypothesis_is_an_array(engine: Callable[[str], Engine]) -> None:
+def test_a_hypothesis_is_an_array(engine: Engines) -> None:
     completion = engine("qwen3-lookup").generate(IDS, GREEDY).token_ids
     for hypothesis in (np.array(completion), np.array([completion])):
         chosen = {"hypothesis": hypothesis}
@@ -76,11 +72,6 @@ def test_a_hypothesis_is_an_array(engine: Callable[[str], Engine]) -> None:
         assert done.stats.accepted > 0
     done = engine(NAME).generate(IDS, GREEDY, {"num_speculative_tokens": np.int64(2)})
     assert done.stats.drafted
-
-
-def test_token_ids_of_a_prompt_with_embeddings(engine: Callable[[str], Engine]) -> None:
-    with pytest.raises(RequestError, match="built without --inputs-embeds"):
-        engine(NAME).encode(EmbedsPrompt([np.array([IDS])]))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +92,7 @@ def test_token_ids_of_a_prompt_with_embeddings(engine: Callable[[str], Engine]) 
         ([320], "the prompt holds token 320; the model has tokens 0 to 319"),
     ],
 )
-def test_invalid_token_ids_are_refused(llm: LLM, engine: Callable[[str], Engine], prompt: Any, named: str) -> None:
+def test_invalid_token_ids_are_refused(llm: LLM, engine: Engines, prompt: Any, named: str) -> None:
     with pytest.raises(RequestError, match=named):
         engine(NAME).encode(prompt)
     with pytest.raises(RequestError, match=f"prompt 0: .*({named})"):
@@ -144,7 +135,7 @@ def test_unknown_parameters_are_refused(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("levels", [65, 5000])
-def test_deep_nesting_is_refused_by_name(engine: Callable[[str], Engine], levels: int) -> None:
+def test_deep_nesting_is_refused_by_name(engine: Engines, levels: int) -> None:
     deep: Any = 1
     for _ in range(levels):
         deep = {"a": [deep]}
@@ -154,7 +145,7 @@ def test_deep_nesting_is_refused_by_name(engine: Callable[[str], Engine], levels
         engine(NAME).generate(IDS, GREEDY, {"hypothesis": [5], "hypothesis_entropy": deep})
 
 
-def test_numbers_of_numpy_are_numbers(engine: Callable[[str], Engine]) -> None:
+def test_numbers_of_numpy_are_numbers(engine: Engines) -> None:
     params = SamplingParams(
         max_tokens=np.int64(6),
         temperature=np.float32(0.5),
@@ -205,7 +196,7 @@ def test_numbers_of_numpy_are_numbers(engine: Callable[[str], Engine]) -> None:
 # --- how many tokens --------------------------------------------------------------------------------------------------
 
 
-def test_no_most_is_the_rest_of_the_context(llm: LLM, engine: Callable[[str], Engine]) -> None:
+def test_no_most_is_the_rest_of_the_context(llm: LLM, engine: Engines) -> None:
     context = engine(NAME).manifest.max_seq_len
     rest = GREEDY.replace(max_tokens=None)
     prompt = [5 + at % 7 for at in range(context - 20)]
@@ -218,9 +209,7 @@ def test_no_most_is_the_rest_of_the_context(llm: LLM, engine: Callable[[str], En
 
 
 @pytest.mark.parametrize(("least", "most"), [(50, 100), (21, None), (20, 20), (10_000, None)])
-def test_the_context_limits_minimum_lengths(
-    llm: LLM, engine: Callable[[str], Engine], least: int, most: int | None
-) -> None:
+def test_the_context_limits_minimum_lengths(llm: LLM, engine: Engines, least: int, most: int | None) -> None:
     context = engine(NAME).manifest.max_seq_len
     ends = engine(NAME).manifest.tokenizer.eos_token_ids
     prompt = [5 + at % 7 for at in range(context - 20)]
@@ -233,7 +222,7 @@ def test_the_context_limits_minimum_lengths(
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def test_half_a_character_is_refused(llm: LLM, engine: Callable[[str], Engine]) -> None:
+def test_half_a_character_is_refused(llm: LLM, engine: Engines) -> None:
     named = r"U\+D83D, half of a character, at position 9 is not UTF-8; send text in UTF-8"
     with pytest.raises(RequestError, match=f"prompt 0: the prompt: {named}"):
         llm.generate(SURROGATE, GREEDY)

@@ -1,7 +1,5 @@
 """``specexport verify`` passes what is right and says what is wrong, and where."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

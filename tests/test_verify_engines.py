@@ -4,8 +4,6 @@ There is no GPU, so in the place of TensorRT's runner stands one that runs the O
 half precision on the CPU: other graphs than those they are compared with, and of an engine's interface.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shutil
@@ -17,7 +15,6 @@ from typing import Any
 import ml_dtypes
 import msgspec
 import numpy as np
-import onnxruntime
 import pytest
 from polygraphy.backend.base import BaseRunner
 from polygraphy.common import FormattedArray, TensorMetadata
@@ -37,11 +34,12 @@ from specexport.verify import engines as verify_engines
 from specexport.verify.bundle import verify
 from specexport.verify.engines import Subject, compare_engines, runnable
 from tests.cuda_stand_in import StandIn
+from tests.fixtures import Bundles
 from tests.make_bundles import RECIPES
+from tests.reference import plain_session
 
 pytestmark = pytest.mark.exporter
 
-Bundles = Callable[[str], Path]
 BATCHED = ("fp16-native-batch", "qwen3-mlp")
 """These get engines of several batch sizes."""
 _TYPES = {
@@ -60,10 +58,7 @@ class SourceRunner(BaseRunner):
         self._path, self._engine, self._spoil = folder / engine.source, engine, spoil
 
     def activate_impl(self) -> None:
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.log_severity_level = 3
-        self._session = onnxruntime.InferenceSession(str(self._path), options)
+        self._session = plain_session(self._path)
         self._profile = 0
 
     def get_input_metadata_impl(self) -> Any:
@@ -176,7 +171,7 @@ def test_every_engine_is_compared_and_a_wrong_one_is_found(
     for subject in subjects:
         single = msgspec.structs.replace(subject.engine, profiles=subject.engine.profiles[:1])
         first = dataclasses.replace(subject, engine=single)
-        outputs = {value.name for value in _session(folder / subject.engine.source).get_outputs()}
+        outputs = {value.name for value in plain_session(folder / subject.engine.source).get_outputs()}
         row = "present_value.0"
         changes = {tensors.LOGITS: roll, tensors.CANDIDATES: add, row: roll, tensors.DRAFT_PROBS: roll}
         changes |= {tensors.DRAFT_TOKENS: add, tensors.TOKENS: add, tensors.TREE_IDS: add, "new_key.0": roll}
@@ -201,10 +196,6 @@ def test_a_draft_over_the_target_s_states_is_compared(
     report = compare_engines(Bundle.open(folder), subjects, run, lambda *_: None)
     assert (report.wrong, report.engines) == ([], len(subjects))
     assert any(subject.master.startswith(f"{method}/") for subject in subjects)
-
-
-def _session(path: Path) -> onnxruntime.InferenceSession:
-    return onnxruntime.InferenceSession(str(path))
 
 
 def test_a_wrong_engine_fails_the_verdict(

@@ -1,7 +1,6 @@
-"""Quantization and the weights file."""
+"""Quantization, the weights file, and matrices that are in memory only while they are read."""
 
-from __future__ import annotations
-
+import hashlib
 import subprocess
 import sys
 from functools import partial
@@ -14,22 +13,23 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import onnxruntime as ort
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
+from specexport.exporter.build import build
+from specexport.exporter.checkpoints import stored
+from specexport.exporter.checkpoints.checkpoint import load_checkpoint
+from specexport.exporter.checkpoints.config import stored_table
 from specexport.exporter.checkpoints.stored import Blocks, Factors, QuantizedTensor, Scales, StoredTensor
 from specexport.exporter.external_data import pack_int4
+from specexport.exporter.graph_checks import reference
 from specexport.exporter.options import QUANTIZED, BuildOptions, Storage
 from specexport.exporter.passes.tensorrt import restore_tables
-from specexport.exporter.quantize import (
-    apply_scales,
-    column_scales,
-    fit_blocks,
-    fits_half,
-    quantize_blocks,
-)
+from specexport.exporter.quantize import apply_scales, column_scales, fit_blocks, fits_half, quantize_blocks
 from specexport.exporter.weights import WeightsFile
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_heads
 
 pytestmark = pytest.mark.exporter
 
@@ -109,6 +109,15 @@ def test_packed_int4_reads_back_through_onnx(values: list[int]) -> None:
     assert onnx.numpy_helper.to_array(tensor).astype(int).tolist() == values
 
 
+def stored_graph(model: ir.Model, path: Path, *storage: Storage, **more: Any) -> WeightsFile:
+    """Writes a graph, and its weights as builds store them into ``weights.bin`` beside it."""
+    with WeightsFile(path.with_name("weights.bin")) as weights:
+        weights.externalize(model, *storage, **more)
+    passes.RemoveUnusedNodesPass()(model)
+    ir.save(model, path)
+    return weights
+
+
 def _model(embedding: np.ndarray, weight: np.ndarray, *, tied: bool) -> ir.Model:
     """``(embedding[ids]) @ weight``, and with ``tied`` the embedding again as head."""
     head = "h = MatMul(y, table_t)" if tied else "h = Identity(y)"
@@ -139,10 +148,7 @@ def test_stored_graphs_equal_the_original(tmp_path: Path, precision: str, tolera
     embedding = rng.standard_normal((VOCAB, K)).astype(np.float32)
     weight = rng.standard_normal((K, K if tied else N)).astype(np.float32)
     model = _model(embedding, weight, tied=tied)
-    with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage(precision, 32))
-    passes.RemoveUnusedNodesPass()(model)
-    ir.save(model, tmp_path / "model.onnx")
+    weights = stored_graph(model, tmp_path / "model.onnx", Storage(precision, 32))
     ids = rng.integers(0, VOCAB, (2, 5))
     expected = embedding[ids] @ weight
     if tied:
@@ -200,16 +206,14 @@ def test_experts_are_dequantized_exactly(tmp_path: Path, precision: str, restore
 
 def test_a_matrix_that_blocks_do_not_divide_stays_fp32_and_is_reported(tmp_path: Path) -> None:
     model = _model(np.ones((VOCAB, 24), np.float32), np.ones((24, N), np.float32), tied=False)
-    with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage("int8", 32))
+    weights = stored_graph(model, tmp_path / "model.onnx", Storage("int8", 32))
     assert set(weights.report.not_quantized) == {"table", "weight"}
     assert "24" in weights.report.not_quantized["weight"]
 
 
 def test_weights_beyond_fp16_stay_fp32_and_are_reported(tmp_path: Path) -> None:
     model = _model(np.ones((VOCAB, K), np.float32), np.full((K, N), 1e6, np.float32), tied=False)
-    with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage("fp16", 32))
+    weights = stored_graph(model, tmp_path / "model.onnx", Storage("fp16", 32))
     assert list(weights.report.not_quantized) == ["weight"]
 
 
@@ -316,3 +320,77 @@ def test_scales_that_a_graph_cannot_read_are_rounded_again(tmp_path: Path, stora
     expected = matrices["table"].T[ids] @ matrices["weight"]
     outputs = ort.InferenceSession(str(tmp_path / "model.onnx")).run(None, {"ids": ids})[0]
     assert np.sqrt(np.mean((outputs - expected) ** 2)) <= 0.02 * np.sqrt(np.mean(expected**2))
+
+
+# --- weights that are read where they are needed ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def halved(tmp_path: Path) -> Path:
+    """A checkpoint in bf16 but for its norms, as some are."""
+    folder = make_checkpoint(tmp_path / "target", "qwen3")
+    state = load_file(folder / "model.safetensors")
+    state = {name: tensor if tensor.ndim == 1 else tensor.to(torch.bfloat16) for name, tensor in state.items()}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def hashes(bundle: Path) -> dict[str, str]:
+    files = sorted(path for path in bundle.rglob("*") if path.is_file() and path.name != "specexport.json")
+    return {str(path.relative_to(bundle)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_bundles_are_those_of_a_model_that_is_held(
+    halved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    results, heads = [], make_heads(tmp_path / "heads", halved, 2, tied=True)
+    for large in (stored.LARGE, 1):
+        monkeypatch.setattr(stored, "LARGE", large)
+        methods = ({"method": "draft_model", "model": str(halved)}, {"method": "self_draft", "layers": 1})
+        methods += ({"method": "medusa", "model": str(heads)},)  # which read the target's head too
+        options = BuildOptions(
+            target=str(halved), output=tmp_path / f"b{large}", methods=methods, precision=precision, max_seq_len=64
+        )
+        results.append(hashes(build(options)))
+    assert results[0] == results[1] and len(results[0]) > 4
+
+
+def test_matrices_are_in_memory_only_while_they_are_read(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = load_checkpoint(str(halved))
+    monkeypatch.setattr(stored, "LARGE", 1)
+    loaded = load_checkpoint(str(halved))
+    state, held = load_file(halved / "model.safetensors"), dict(loaded.model.named_parameters())
+    for name, parameter in held.items():
+        assert bool(parameter.isnan().all()) == (parameter.ndim > 1), name
+        assert parameter.untyped_storage().nbytes() == 4 * (1 if parameter.ndim > 1 else parameter.numel())
+        tensor = stored.stored_tensor(parameter)
+        assert tensor is None or torch.equal(tensor.read(), state[name])
+    tokens = list(range(3, 40))
+    assert (reference(loaded, tokens).logits == reference(whole, tokens).logits).all()
+    assert dict(loaded.model.named_parameters()) == held  # nothing is left behind
+
+
+def test_a_module_that_fails_holds_nothing(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "LARGE", 1)
+    model = load_checkpoint(str(halved)).model
+    head = model.get_output_embeddings()
+    with stored.read_weights(model):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            head(torch.zeros(1, 7))
+        assert bool(head.weight.isnan().all())
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_stored_beside_its_embedding_is_tied_as_in_transformers(
+    halved: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    monkeypatch.setattr(stored, "LARGE", 1)
+    state = load_file(halved / "model.safetensors")
+    table = state["model.embed_tokens.weight"]
+    state["lm_head.weight"] = table.clone() if same else 2 * table
+    save_file(state, halved / "model.safetensors", {"format": "pt"})
+    model = load_checkpoint(str(halved)).model
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == same
+    for head, name in ((False, "model.embed_tokens.weight"), (True, "lm_head.weight")):
+        assert torch.equal(stored_table(halved, head=head).read(), state[name])

@@ -1,7 +1,5 @@
 """Work in other threads and processes that must not hang."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

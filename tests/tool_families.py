@@ -1,7 +1,5 @@
 """Families whose models call tools, rebuilt small: the template's call format and the tokenizer's added tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What tests of trainings share: small options of each, texts, and a run that is interrupted and goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A program at a terminal: a pseudo-terminal of a size, keys that are typed, and what is to be read there."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Ways to speculate for builds in tests, in the order of a bundle's defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

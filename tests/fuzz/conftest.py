@@ -1,7 +1,5 @@
 """How long fuzzing goes on, and what it says in the end."""
 
-from __future__ import annotations
-
 import collections
 import os
 import random

@@ -1,7 +1,5 @@
 """Harm done to valid inputs: bytes that flip, files that end early, JSON of other types, sizes and depths."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs targets in a process of their own, with bounds on memory and time: a library that crashes is a finding."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -2,8 +2,6 @@
 folder of its own that stays from call to call; it returns, or raises one of our errors.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

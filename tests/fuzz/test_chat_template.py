@@ -1,7 +1,5 @@
 """Chat templates of any kind: each renders, is refused or is stopped, in a line; none hangs or takes all memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

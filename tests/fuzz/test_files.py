@@ -1,7 +1,5 @@
 """Every file from outside, harmed: it is loaded or refused in one line; nothing crashes, hangs or takes all memory."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

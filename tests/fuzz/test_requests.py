@@ -1,7 +1,5 @@
 """Requests, harmed: each is answered or refused in OpenAI's shape, and the server is as it was before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests of every kind, each with a method and without: speculation changes nothing but time."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator

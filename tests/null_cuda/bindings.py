@@ -4,8 +4,6 @@ Enumerations and statuses are the real package's. Functions have its signatures,
 that ``runtime/backends/cuda/api.py`` and ``benchmarks/gpu`` call.
 """
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The bundles of the dry run: ``kind-precision-lowering``, built for onnxruntime-cuda from tiny checkpoints."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

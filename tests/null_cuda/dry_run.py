@@ -6,8 +6,6 @@ It runs where ``install.environment`` says, with NULL_CUDA_LOG set, and writes w
 ``{"execution": "graph per step", "problems": []}``. What was called is in the log; see ``log``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

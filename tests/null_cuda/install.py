@@ -6,8 +6,6 @@ The libraries are compiled with gcc from the sources beside this file; onnxrunti
 package index. ``NULL_CUDA_CACHE`` names the folder that keeps them, one in specexport's cache folder unless told.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

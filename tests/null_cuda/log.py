@@ -5,8 +5,6 @@ Between the calls lie marks, which ``dry_run`` writes: ``load`` before an engine
 around a step.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections import Counter
 from collections.abc import Iterable, Iterator
