@@ -261,6 +261,7 @@ def test_channels_of_gpt_oss_are_distinguished() -> None:
         "<|channel|>analysis<|message|>so to=functions.f?<|end|><|start|>assistant<|channel|>commentary<|message|>wait"
         "<|end|><|start|>assistant<|channel|>final<|message|>well<|start|>!"
     )
+    assert text.partition(calling.bound()["stop_after"])[2] == "well<|start|>!"  # where stop texts count
     for size in (1, 7, len(text)):
         reader, output, thoughts = CallReader(calling), "", ""
         for at in range(0, len(text), size):

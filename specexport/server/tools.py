@@ -68,6 +68,7 @@ HARMONY = CallFormat(
     tail="",
 )
 """gpt-oss: an answer consists of messages in channels, of which the last may be a call."""
+_FINAL = "<|channel|>final<|message|>"
 _PLAIN = CallFormat("arguments")
 """For models without tools, whose answers can still be constrained to calls."""
 _PYTHON_TAG = "<|python_tag|>"
@@ -111,7 +112,9 @@ class Calling:
 
     def bound(self) -> dict[str, Any]:
         """The sampling parameters that constrain the answer and keep special tokens, which may be marks of calls."""
-        return {"grammar": self.grammar(), "skip_special_tokens": False}
+        # Stop texts are of the answer, not of the model's thoughts.
+        stop_after = _FINAL if self.format is HARMONY else ""
+        return {"grammar": self.grammar(), "skip_special_tokens": False, "stop_after": stop_after}
 
     def grammar(self) -> str:
         """The grammar of the answer, in llguidance's dialect of Lark."""
@@ -148,7 +151,7 @@ _MESSAGES = [
     "start: note* (final | call)",
     'note: ("<|channel|>analysis<|message|>" | "<|channel|>commentary<|message|>") said "<|start|>assistant"',
     'said[lazy]: TEXT "<|end|>"',
-    'final: "<|channel|>final<|message|>" TEXT',
+    f'final: "{_FINAL}" TEXT',
     r"TEXT: /(.|\n)*/",
 ]
 """The rules of an answer in channels that may be something else than a call."""
