@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,8 @@ _START_SECONDS = 60.0
 """Time limit of starting the process."""
 _TEXT_TYPES = ("text", "input_text", "output_text")
 """Types of a message's parts that hold text."""
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG"
+"""Where a message is continued; transformers' word, which some templates know."""
 _PROGRAM = Path(__file__).with_name("chat_process.py")
 
 
@@ -103,7 +104,8 @@ class ChatTemplate:
         if not messages:
             raise RequestError("messages: there are none; expected one or more", param="messages")
         readable = [_readable_message(at, message) for at, message in enumerate(messages)]
-        mark = _mark_end(readable[-1]) if continue_final_message else ""
+        if continue_final_message:
+            _mark_end(readable[-1])
         reserved = {
             **self._special_tokens,
             "messages": readable,
@@ -117,7 +119,7 @@ class ChatTemplate:
         with self._lock:
             match self._exchange(line):
                 case {"text": str(text)}:
-                    return _until_mark(text, mark) if mark else text
+                    return _until_mark(text) if continue_final_message else text
                 case {"taken": name}:
                     raise RequestError(
                         f"chat_template_kwargs: {name} is set already, and is not a request's to set; leave it out",
@@ -187,32 +189,30 @@ def _readable_message(at: int, message: Message) -> dict[str, Any]:
     return fields
 
 
-def _mark_end(message: dict[str, Any]) -> str:
-    """Appends a word to a message's text, and a blank that shows whether the template trims; returns the word.
+def _mark_end(message: dict[str, Any]) -> None:
+    """Appends a mark to a message's text, and a blank that shows whether the template trims.
 
     Raises:
         RequestError: the message has no text.
     """
-    mark = f"end{uuid.uuid4().hex}"
     content = message.get("content")
     if not content:
         raise RequestError(
             "continue_final_message: the last message has no content to continue", param="continue_final_message"
         )
     if isinstance(content, str):
-        message["content"] = f"{content}{mark} "
+        message["content"] = f"{content}{_END_MARK} "
     else:
-        message["content"] = [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{mark} "}]
-    return mark
+        message["content"] = [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{_END_MARK} "}]
 
 
-def _until_mark(text: str, mark: str) -> str:
+def _until_mark(text: str) -> str:
     """A conversation up to the mark, without white space before it if the template trims texts.
 
     Raises:
         RequestError: the template leaves the last message out.
     """
-    before, found, after = text.rpartition(mark)
+    before, found, after = text.rpartition(_END_MARK)
     if not found:
         raise RequestError(
             "continue_final_message: the model's chat template leaves the last message out",
