@@ -189,7 +189,7 @@ def written_beside(output: Path, *, overwrite: bool = False, resume: bool = Fals
     Raises:
         BuildError: the output exists, another process writes it, or it cannot be written; names the path.
     """
-    output = Path(os.path.abspath(output))  # noqa: PTH100  # resolve() would follow a link to where it points
+    output = Path(os.path.realpath(output))  # a link keeps pointing to the folder that is replaced
     created = [parent for parent in output.parents if not parent.exists()]
     try:
         with writing(output):

@@ -26,6 +26,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.reading import check_files, read_manifest
 from specexport.runtime.chat import ChatTemplate
 from specexport.runtime.machine import MachineRecord
+from specexport.runtime.text import decoder_fault
 
 _TIMESTAMP_RESOLUTION = 2.0
 """Seconds within which a second change of a file may leave its time stamps unchanged."""
@@ -79,6 +80,8 @@ class Bundle:
             loaded: Tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the tokenizers library raises bare Exception
             raise BundleError(f"{path}: not a tokenizer: {error}; build the bundle again") from error
+        if fault := decoder_fault(loaded):
+            raise BundleError(f"{path}: {fault} there")
         loaded.no_truncation()
         loaded.no_padding()
         default = self.manifest.tokenizer.split_special_tokens

@@ -27,6 +27,8 @@ _START_SECONDS = 60.0
 """Time limit of starting the process."""
 _TEXT_TYPES = ("text", "input_text", "output_text")
 """Types of a message's parts that hold text."""
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG"
+"""Where a message is continued; transformers' word, which some templates know."""
 _PROGRAM = Path(__file__).with_name("chat_process.py")
 
 
@@ -70,18 +72,21 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         name: str | None = None,
     ) -> str:
         """Renders a conversation as the prompt's text, including special tokens.
 
         A message's content is passed in a form that the template reads: text, or parts ``{"type": "text", "text":
         ...}``, which are joined by line breaks if it reads text only. If it does not read the arguments of calls as
-        objects, they are passed as JSON.
+        objects, they are passed as JSON. Later system messages that it drops join the first one.
 
         Args:
             messages: the conversation.
             variables: further variables of the template; a mapping, as requests choose their names.
             add_generation_prompt: whether the prompt ends with the introduction of the model's answer.
+            continue_final_message: whether the prompt ends within the last message, for the model to continue it, and
+                without that introduction.
             name: the template's name; None for ``tool_use`` if the variables have ``tools`` and the model has such a
                 template, else ``default``.
 
@@ -98,20 +103,23 @@ class ChatTemplate:
         template = self._template_name(name, extra.get("tools") is not None)
         if not messages:
             raise RequestError("messages: there are none; expected one or more", param="messages")
+        readable = [_readable_message(at, message) for at, message in enumerate(messages)]
+        if continue_final_message:
+            _mark_end(readable[-1])
         reserved = {
             **self._special_tokens,
-            "messages": [_readable_message(at, message) for at, message in enumerate(messages)],
-            "add_generation_prompt": add_generation_prompt,
+            "messages": readable,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         try:
             line = json.dumps([template, reserved, extra])
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"messages: cannot be written as JSON: {error}", param="messages") from error
-        _require_texts({"messages": reserved["messages"], **extra}, "", None)
+        _require_texts({"messages": readable, **extra}, "", None)
         with self._lock:
             match self._exchange(line):
                 case {"text": str(text)}:
-                    return text
+                    return _until_mark(text) if continue_final_message else text
                 case {"taken": name}:
                     raise RequestError(
                         f"chat_template_kwargs: {name} is set already, and is not a request's to set; leave it out",
@@ -179,6 +187,38 @@ def _readable_message(at: int, message: Message) -> dict[str, Any]:
             f"messages.{at}.content is {shown(content)}; expected a text, or a list of parts", param="messages"
         )
     return fields
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    """Appends a mark to a message's text, and a blank that shows whether the template trims.
+
+    Raises:
+        RequestError: the message has no text.
+    """
+    content = message.get("content")
+    if not content:
+        raise RequestError(
+            "continue_final_message: the last message has no content to continue", param="continue_final_message"
+        )
+    if isinstance(content, str):
+        message["content"] = f"{content}{_END_MARK} "
+    else:
+        message["content"] = [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{_END_MARK} "}]
+
+
+def _until_mark(text: str) -> str:
+    """A conversation up to the mark, without white space before it if the template trims texts.
+
+    Raises:
+        RequestError: the template leaves the last message out.
+    """
+    before, found, after = text.rpartition(_END_MARK)
+    if not found:
+        raise RequestError(
+            "continue_final_message: the model's chat template leaves the last message out",
+            param="continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _require_texts(value: Any, place: str, param: str | None) -> None:

@@ -62,6 +62,7 @@ _UNKNOWN = Forms(True, 0)
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "qzv", "arguments": {}}}
 _USER = {"role": "user", "content": "qzv"}
 _CALLING = {"role": "assistant", "content": ""}
+_INSTRUCTING = ("system", "developer")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the model's reasoning; templates read the first, gpt-oss's the second."""
 
@@ -86,10 +87,27 @@ class Templates:
         if name_in_use is not None:
             return {"taken": name_in_use}
         variables = {"tools": None, "documents": None, **extra, **reserved}
-        variables["messages"] = [self._readable(name, message, variables) for message in reserved["messages"]]
-        text = _render(template, variables)
+        text = self._conversation(name, reserved["messages"], variables)
+        if dropped := self._dropped_instructions(name, reserved["messages"], text, variables):
+            text = self._conversation(name, _joined(reserved["messages"], dropped), variables)
         text.encode()  # fails on lone surrogates, which JSON allows
         return {"text": text} if len(text) <= LONGEST else {"failed": f"it makes a text of {len(text)} characters"}
+
+    def _conversation(self, name: str, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+        readable = [self._readable(name, message, variables) for message in messages]
+        return _render(self._compiled[name], {**variables, "messages": readable})
+
+    def _dropped_instructions(
+        self, name: str, messages: Sequence[dict[str, Any]], text: str, variables: Mapping[str, Any]
+    ) -> list[int]:
+        """The indices of later system messages that a template leaves out, as gpt-oss' does."""
+
+        def shown(at: int) -> bool:
+            probe = [*messages[:at], {**messages[at], "content": _FIRST}, *messages[at + 1 :]]
+            return _FIRST in self._conversation(name, probe, variables).casefold()
+
+        later = [at for at, message in enumerate(messages) if at and message.get("role") in _INSTRUCTING]
+        return [at for at in later if _plain(messages[at]).strip() not in text and not shown(at)]
 
     def _readable(self, name: str, message: dict[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         """Converts a message's role and content to a form that the template reads, if they are not in one."""
@@ -154,6 +172,21 @@ class Templates:
             return self._compiled[name].render(variables).casefold()
         except Exception:  # rendering the conversation itself reports errors
             return ""
+
+
+def _plain(message: Mapping[str, Any]) -> str:
+    """A message's content as text."""
+    content = message.get("content", "")
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _joined(messages: Sequence[dict[str, Any]], later: Sequence[int]) -> list[dict[str, Any]]:
+    """Messages with the content of later ones in a system message at the beginning, as DeepSeek's template joins it."""
+    begins = messages[0].get("role") in _INSTRUCTING
+    first, rest = (messages[0], 1) if begins else ({"role": "system"}, 0)
+    content = "\n\n".join(filter(None, map(_plain, [first, *(messages[at] for at in later)])))
+    others = (message for at, message in enumerate(messages[rest:], rest) if at not in later)
+    return [{**first, "content": content}, *others]
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from specexport.contract.errors import BackendError, RequestError
 from specexport.contract.tree import TokenTree
+from specexport.runtime import json_schema
 from specexport.runtime.sampling import Floats, Ints
 
 if TYPE_CHECKING:
@@ -39,23 +40,6 @@ _CACHED = 8
 """Number of compiled grammars to keep."""
 _MAX_REASON = 300
 """Most characters of llguidance's message in an error."""
-_WHITESPACE = r"[ ]|\n[ \t]{0,16}"
-"""White space between JSON's tokens, unless the schema's ``x-guidance`` sets it; unbounded, it might never end."""
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "uniqueItems": (False,), "propertyNames": (True, {}, {"type": "string"}), "minContains": (0,),
-    "dependencies": ({},), "dependentRequired": ({},), "dependentSchemas": ({},), "unevaluatedProperties": (True,),
-    "unevaluatedItems": (True,),
-}  # fmt: skip
-"""Values of a schema's keywords that allow everything, which generators write and llguidance refuses."""
-_FORMATS = frozenset({
-    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
-    "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
-    "unknown",
-})  # fmt: skip
-"""The formats of JSON Schema, and llguidance's; others, such as OpenAPI's ``password``, are notes to readers."""
-_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_VALUES = frozenset({"const", "enum", "default", "examples", "required", "x-guidance"})
-"""Keywords whose values are schemas by name, or no schemas."""
 _LARK = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(?P<json>%json\s*)|(?P<name><[^<>\[\]\s][^<>\s]*>)'
 )
@@ -130,9 +114,11 @@ class Grammars:
             if match["name"] is not None and part in self._added_tokens:
                 part = f"<[{self._added_tokens[part]}]>"
             elif match["json"] is not None:
+                schema: Any = None
                 with contextlib.suppress(ValueError, RecursionError):  # llguidance reports what is wrong
                     schema, end = json.JSONDecoder().raw_decode(grammar, end)
-                    part += json.dumps(_bound_whitespace(_without_idle_keywords(schema)))
+                if schema is not None:
+                    part += json.dumps(json_schema.bound_whitespace(json_schema.prepared(schema)))
             parts += grammar[at : match.start()], part
             at = end
         return "".join([*parts, grammar[at:]])
@@ -313,8 +299,8 @@ class Constraint:
 
 
 def _reason(reason: str) -> str:
-    """The beginning of a message from llguidance, on one line."""
-    return " ".join(reason.split())[:_MAX_REASON]
+    """The beginning of a message from llguidance, on one line, and what to do about it."""
+    return " ".join(reason.split())[:_MAX_REASON] + json_schema.advice(reason)
 
 
 def _json_grammar(schema: str) -> str:
@@ -324,45 +310,18 @@ def _json_grammar(schema: str) -> str:
     compile_schema = llguidance.LLMatcher.grammar_from_json_schema
     try:
         stated = json.loads(schema)
-        if (shorter := _without_idle_keywords(stated)) != stated:
-            stated, schema = shorter, json.dumps(shorter)
     except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from error
     except RecursionError:
         return compile_schema(schema)  # llguidance reports what is wrong with it
+    simpler = json_schema.prepared(stated)
+    if simpler != stated:
+        stated, schema = simpler, json.dumps(simpler)
     if stated is True:
         stated, schema = {}, "{}"
     # The original text, as parsing may have rounded numbers.
     return (
         compile_schema(schema)
-        if _bound_whitespace(stated) is stated
-        else compile_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
+        if json_schema.bound_whitespace(stated) is stated
+        else compile_schema(schema, defaults={"whitespace_pattern": json_schema.WHITESPACE})
     )
-
-
-def _without_idle_keywords(schema: Any) -> Any:
-    """A schema, or a list of them, without keywords that constrain nothing."""
-    if isinstance(schema, list):
-        return list(map(_without_idle_keywords, schema))
-    if not isinstance(schema, dict):
-        return schema
-    if schema.get("not") == {}:  # zod's way to leave a value out
-        return False
-    return {
-        key: value
-        if key in _VALUES
-        else {name: _without_idle_keywords(part) for name, part in value.items()}
-        if key in _NAMED_SCHEMAS and isinstance(value, dict)
-        else _without_idle_keywords(value)
-        for key, value in schema.items()
-        if value not in _WITHOUT_EFFECT.get(key, ())
-        and not (key == "format" and isinstance(value, str) and value not in _FORMATS)
-    }
-
-
-def _bound_whitespace(schema: Any) -> Any:
-    """A schema with a bound for white space, unless it sets one itself."""
-    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
-    if not isinstance(options, dict) or not options.keys().isdisjoint({"whitespace_flexible", "whitespace_pattern"}):
-        return schema
-    return schema | {"x-guidance": {"whitespace_pattern": _WHITESPACE, **options}}

@@ -334,6 +334,7 @@ class Engine:
         text = TextStream(
             self.tokenizer,
             params.stop,
+            stop_after=params.stop_after,
             before=tokens,
             min_tokens=min_tokens,
             skip_special_tokens=params.skip_special_tokens,

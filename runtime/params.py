@@ -48,6 +48,8 @@ class SamplingParams(Options, frozen=True):
         min_p: keep tokens with this share of the highest probability; 0 keeps all.
         seed: gives the same text again on a machine where steps verify the same trees (default: a new one).
         stop: texts that end the output and are not part of it (default: none).
+        stop_after: stop texts count only behind this text, such as the end of a model's thoughts (default: from the
+            start).
         stop_token_ids: tokens that end the output as an end-of-text token does: its last token, not in its text
             (default: none).
         n: outputs for a prompt; a stream is one, LLM and the server return several.
@@ -87,6 +89,7 @@ class SamplingParams(Options, frozen=True):
     min_p: Annotated[float, _sampling("P", ge=0, le=1)] = 0.0
     seed: Annotated[int | None, _sampling("N", ge=0)] = None
     stop: Annotated[_Texts, _text("TEXT", repeat=True, min_length=1)] = ()
+    stop_after: Annotated[str, _text("TEXT")] = ""
     stop_token_ids: Annotated[_TokenIds, _text("ID", ge=0)] = ()
     n: Annotated[int, _text("N", ge=1)] = 1
     logprobs: Annotated[int | None, _text("N", ge=0, le=MAX_LOGPROBS)] = None
@@ -135,7 +138,11 @@ class SamplingParams(Options, frozen=True):
             RequestError: a text is not UTF-8, or two parameters contradict each other.
         """
         schema = cast("str | None", self.json_schema)
-        for name, texts in (("json_schema", [schema]), ("grammar", [self.grammar]), ("stop", self.stop)):
+        for name, texts in (
+            ("json_schema", [schema]),
+            ("grammar", [self.grammar]),
+            ("stop", (*self.stop, self.stop_after)),
+        ):
             for text in texts:
                 require_text(text or "", name, name)
         if self.rules is not NO_RULES:

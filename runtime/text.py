@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ class TextStream:
     one.
 
     Args:
+        stop_after: stop texts count only behind this text.
         before: tokens that the output follows: some decoders drop a space at the beginning of what they decode.
         min_tokens: number of tokens before the first that may complete a stop text.
         skip_special_tokens: leave special tokens out of the text.
@@ -37,12 +39,14 @@ class TextStream:
         tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         *,
+        stop_after: str = "",
         before: Sequence[int] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._stop_after, self._passed = stop_after, ""
         self._min_tokens, self._skip = min_tokens, skip_special_tokens
         # Special tokens that are left out of the text; stop texts that contain them are found nevertheless.
         self._hidden = special_tokens(tokenizer) if skip_special_tokens else {}
@@ -111,15 +115,23 @@ class TextStream:
 
     def _release(self, piece: str, hidden: str = "") -> str:
         """Adds a piece, and perhaps the text of a hidden special token; returns the text that can be released."""
-        pending = self._pending
+        pending, free = self._pending, ""
+        if self._stop_after:
+            self._passed += piece
+            before, found, rest = self._passed.partition(self._stop_after)
+            if not found:
+                self._passed = before[-len(self._stop_after) :]
+                return piece
+            self._stop_after = ""
+            free, piece = piece[: len(piece) - len(rest)], rest
         pending.add(piece, hidden)
         stops = [at for at in map(pending.find, self._stop) if at >= 0]
         if stops and self._pushed > self._min_tokens:
             self.stopped = True
             text = pending.take(min(stops))
             pending.clear()
-            return text
-        return pending.take(min((pending.beginning(stop) for stop in self._stop), default=len(pending)))
+            return free + text
+        return free + pending.take(min((pending.beginning(stop) for stop in self._stop), default=len(pending)))
 
 
 def special_tokens(tokenizer: Tokenizer) -> Mapping[int, str]:
@@ -179,6 +191,17 @@ def overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+def decoder_fault(tokenizer: Tokenizer) -> str | None:
+    """Why a tokenizer cannot decode every text; None if it can."""
+    if tokenizer.decoder is None:
+        return None
+    stated = json.loads(tokenizer.decoder.__getstate__())
+    strips = (part for part in stated.get("decoders", [stated]) if part["type"] == "Strip" and part["stop"])
+    if (strip := next(strips, None)) is None:
+        return None
+    return f"its decoder strips the end of texts (Strip, stop={strip['stop']}), which fails for empty tokens; set 0"
 
 
 def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -79,6 +79,15 @@ class _Parser(argparse.ArgumentParser):
         """Exits with the message but without the usage, which fills a screen for some commands."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Exits once what was printed is written."""
+        sys.stdout.flush()
+        super().exit(status, message)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Prints help; argparse would ignore a full disk."""
+        (file or sys.stderr).write(message)
+
 
 class _Version(argparse.Action):
     """Prints the version; asks git for the commit only then."""
@@ -193,7 +202,7 @@ def _require_text(arguments: argparse.Namespace) -> None:
     """Refuses bytes that are not UTF-8, except in paths."""
     for name, value in vars(arguments).items():
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str):
+            if isinstance(text, str) and not (name == "model" and Path(text).exists()):
                 require_text(text, name.replace("_", "-"))
 
 

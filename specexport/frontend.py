@@ -148,6 +148,7 @@ class Frontend:
         variables: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         name: str | None = None,
     ) -> list[int]:
         """The prompt of a conversation; see :meth:`~specexport.runtime.chat.ChatTemplate.render`.
@@ -158,7 +159,13 @@ class Frontend:
         template = self.engine.chat_template
         if template is None:
             raise RequestError("messages: the model has no chat template; send a prompt instead", param="messages")
-        text = template.render(messages, variables, add_generation_prompt=add_generation_prompt, name=name)
+        text = template.render(
+            messages,
+            variables,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            name=name,
+        )
         return self.encode(text, add_special_tokens=False, param="messages")
 
     def tokens(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:

@@ -139,6 +139,7 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         speculative: SpeculativeLike | Sequence[SpeculativeLike] | None = None,
@@ -153,6 +154,7 @@ class LLM:
             chat_template: name of one of the model's templates; None for ``tool_use`` with tools, if there is one, else
                 ``default``.
             add_generation_prompt: end the prompt with the beginning of the model's answer.
+            continue_final_message: continue the last message instead of answering it.
             tools: descriptions of functions that may be called, for the template.
             chat_template_kwargs: further variables of the template.
             speculative: as for :meth:`generate`.
@@ -169,6 +171,7 @@ class LLM:
                 cast(Sequence[Message], conversation),
                 variables,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 name=chat_template,
             )
             for conversation in conversations

@@ -42,6 +42,56 @@ def test_templates_read_as_transformers_renders_them(name: str, prompted: bool) 
     assert template.render(CHAT, {"enable_thinking": True}, add_generation_prompt=prompted) == expected
 
 
+@pytest.mark.exporter
+@pytest.mark.parametrize("name", ["chatml", "llama", "namespace", "trimmed"])
+@pytest.mark.parametrize("content", ["Good", " Good ", "Hello, ünïcode", [{"type": "text", "text": "Good "}]])
+def test_the_last_message_is_continued_as_by_transformers(name: str, content: Any) -> None:
+    from tests.checkpoints import tokenizer
+
+    source = TEMPLATES.get(name, TEMPLATES["chatml"].replace("m['content']", "m['content'] | trim"))
+    source = source if isinstance(content, str) else EITHER.replace(" | trim", "")
+    chat = [*CHAT, {"role": "assistant", "content": content}]
+    expected = tokenizer().apply_chat_template(
+        chat, chat_template=source, tokenize=False, continue_final_message=True, add_generation_prompt=False
+    )
+    rendered = ChatTemplate(source, TOKENS).render(chat, continue_final_message=True)
+    assert rendered == expected
+
+
+@pytest.mark.parametrize(
+    ("chat", "words"),
+    [
+        ([*CHAT, {"role": "assistant", "content": None}], "no content to continue"),
+        ([*CHAT, {"role": "assistant", "content": []}], "no content to continue"),
+        ([*CHAT, {"role": "note", "content": "x"}], "leaves the last message out"),
+    ],
+)
+def test_a_message_that_cannot_be_continued_is_refused(chat: Any, words: str) -> None:
+    template = "{% for m in messages if m.role != 'note' %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    with pytest.raises(RequestError, match=words) as raised:
+        ChatTemplate(template, TOKENS).render(chat, continue_final_message=True)
+    assert raised.value.param == "continue_final_message"
+
+
+def test_later_system_messages_that_a_template_drops_join_the_first() -> None:
+    """As gpt-oss' and SmolLM3's drop them."""
+    first_only = (
+        "{% if messages[0].role == 'system' %}[{{ messages[0].content }}]{% endif %}"
+        "{% for m in messages if m.role != 'system' %}<{{ m.content }}>{% endfor %}"
+    )
+    every = "{% for m in messages %}{{ m.role }}: {{ m.content | upper }};{% endfor %}"
+    late = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"}]
+    for chat, expected in (
+        (late, "[b]<a><c>"),
+        ([{"role": "system", "content": "x"}, *late, {"role": "system", "content": [PARTS[0]]}],
+         "[x\n\nb\n\nsee the file]<a><c>"),
+        ([*late[:1], {"role": "developer", "content": "d"}], "<a><d>"),
+        ([*late[:1], {"role": "system", "content": ""}], "<a>"),
+    ):  # fmt: skip
+        assert ChatTemplate(first_only, {}).render(chat) == expected
+    assert ChatTemplate(every, {}).render(late) == "user: A;system: B;user: C;"
+
+
 PARTS = [{"type": "text", "text": "see the file"}, {"type": "text", "text": "import os"}]
 ONLY_PARTS = (
     "{% for m in messages %}{{ m['role'].upper() }}:{% for c in m['content'] if c['type'] == 'text' %} {{ c['text'] }}"

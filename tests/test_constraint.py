@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, RequestError, SamplingParams, step
-from specexport.runtime.constraint import Grammars, _without_idle_keywords
+from specexport.runtime.constraint import Grammars
+from specexport.runtime.json_schema import prepared
 from specexport.runtime.proposal import Proposal, SlotView
 from specexport.runtime.speculative import PLAIN
 from tests.fixtures import Engines
@@ -194,13 +195,71 @@ def test_keywords_that_constrain_nothing_are_accepted(engine: Engines) -> None:
     optional = {"anyOf": [{"not": {}}, {"type": "string"}]}
     for accepted in ({"type": "object", **idle}, {"properties": {"a": optional}, "additionalProperties": {"not": {}}}):
         compiled.constraint("json_schema", json.dumps(accepted))
-    assert _without_idle_keywords(schema) == {
+    assert prepared(schema) == {
         "properties": {"format": used, "uniqueItems": {"anyOf": [{}]}},
         "additionalProperties": {"type": "array", "items": {}},
     }
     for other in ({"format": "regex"}, {"uniqueItems": True}, {"propertyNames": {"pattern": "a"}}):
         with pytest.raises(RequestError, match=r"Unknown format|Unimplemented keys"):
             compiled.constraint("json_schema", json.dumps({"type": "string", **other}))
+
+
+def matches(engine: Engine, schema: Any, text: str) -> bool:
+    matcher = grammars(engine).constraint("json_schema", json.dumps(schema))._matcher
+    tokens = engine.tokenizer.encode(text).ids
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens)) and bool(matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["0", f"{2**63 - 1}"], [f"{2**63}"]),
+        ({"type": "integer", "minimum": 2**53 + 1}, [f"{2**53 + 2}"], [f"{2**53}"]),
+        ({"type": "number", "minimum": -3.4e38, "maximum": 3.4e38}, ["-1.5", "9" * 18], []),
+        ({"type": "integer", "exclusiveMinimum": 0, "maximum": 2**64 - 1}, ["1", f"{2**62}"], ["0", f"{2**64}"]),
+        ({"const": 2**63 - 1}, [f"{2**63 - 1}"], []),
+        ({"type": "integer", "multipleOf": 25000}, ["50000"], ["10000"]),
+        ({"type": "array", "uniqueItems": True, "maxItems": 1}, ["[1]"], ["[1,1]"]),
+        ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, ["[1,1]"], []),
+        ({"pattern": r"^(?=.*[A-Z])(?=\D*\d).{3,}$"}, ['"aA1"', '"A1b"'], ['"A1"', '"aa1"', '"aaA"']),
+        # zod's pattern of e-mail addresses
+        (
+            {"pattern": r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z\-]*\.)+[a-z]{2,}$"},
+            ['"a.b@c.de"', '"a@c.de"'],
+            ['".a@c.de"', '"a..b@c.de"', '"a@c..de"'],
+        ),
+        ({"pattern": "^(?![^ab])(?!a)[abc]$"}, ['"b"'], ['"a"', '"c"']),
+    ],
+)
+def test_what_llguidance_does_not_follow_is_rewritten(
+    engine: Engines, schema: Any, allowed: list[str], refused: list[str]
+) -> None:
+    schema = {"type": "string", **schema} if "pattern" in schema else schema
+    for text in allowed + refused:
+        assert matches(engine("llama-near"), schema, text) == (text in allowed), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"const": -(2**63)}, "const has the number -9223372036854775808, which a double does not hold"),  # a crash
+        ({"enum": [[{"a": -9.223372036854775808e18}]]}, "enum has the number -9.2"),
+        ({"enum": [1, 2**53 + 1]}, "write it as a text"),  # it would write another number
+        ({"const": 10**400}, "does not hold"),
+        ({"type": "integer", "minimum": 2**63}, "minimum is 9223372036854775808; .* too many digits"),
+        ({"type": "integer", "multipleOf": 2**31}, "multipleOf is 2147483648; expected at most 100000"),  # minutes
+        ({"type": "number", "multipleOf": 1.000003}, "multipleOf is 1.000003"),
+        ({"type": "array", "uniqueItems": True}, '"uniqueItems".*leave them out, or .*"lenient": true}'),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, 'write anyOf, or .*"coerce_one_of": true'),
+        ({"type": "string", "pattern": "^(?=a)a|b$"}, "look-ahead at a pattern's start"),
+        ({"type": "string", "pattern": "^(?!ab)a"}, "look-ahead at a pattern's start"),
+        ({"type": "string", "pattern": "^(?=a"}, "regex parse error"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_a_way_out(engine: Engines, schema: Any, words: str) -> None:
+    for text in ({"json_schema": json.dumps(schema)}, {"grammar": f"start: %json {json.dumps(schema)}"}):
+        with pytest.raises(RequestError, match=words):
+            engine("llama-near").stream(PROMPT, SamplingParams(**text))
 
 
 def test_a_grammar_that_cannot_be_used_is_refused(engine: Engines) -> None:

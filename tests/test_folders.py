@@ -141,9 +141,10 @@ def test_in_place_changes_do_not_leak(bundle: Bundles, tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_a_full_standard_output_is_reported(bundle: Bundles) -> None:
+@pytest.mark.parametrize("words", [["inspect"], ["--help"], ["run", "--help"], ["--version"]], ids=" ".join)
+def test_a_full_standard_output_is_reported(bundle: Bundles, words: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
-        words = [sys.executable, "-m", "specexport", "inspect", str(bundle("dice-near"))]
+        words = [sys.executable, "-m", "specexport", *words, *[str(bundle("dice-near"))][: words == ["inspect"]]]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, check=False, text=True, cwd="/")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("specexport: error: standard output: No space left on device")
@@ -172,6 +173,16 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([*words[:-1], str(link)]) == 0
     assert picture.read_text().startswith("<svg") and picture.stat().st_mode & 0o777 == 0o600
     assert sorted(tmp_path.iterdir()) == [link, picture] and link.is_symlink()
+
+
+def test_a_link_keeps_pointing_to_the_bundle_that_is_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    folder, link = tmp_path / "versions" / "bundle", tmp_path / "current"
+    assert main(built(checkpoint, folder)) == 0
+    link.symlink_to(folder)
+    before = folder.stat().st_ino
+    assert main(built(checkpoint, link, "--overwrite")) == 0
+    assert link.is_symlink() and folder.stat().st_ino != before
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_a_copy_that_the_disk_has_no_room_for_is_named_by_its_first_file(

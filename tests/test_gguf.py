@@ -1,5 +1,6 @@
 """GGUF files: what they hold is built as it is; transformers reading the same file is the oracle."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -244,6 +245,16 @@ def test_digits_are_split_as_the_file_states(small: Path, tmp_path: Path) -> Non
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata={"tokenizer.ggml.pre": "smollm"})
     split = load_tokenizer(locate(str(file))).tokenizer.pre_tokenizer.pre_tokenize_str("x  12 y")
     assert [part for part, _ in split] == ["x", "ĠĠ", "1", "2", "Ġy"]
+
+
+def test_qwens_files_that_split_texts_otherwise_are_refused(tmp_path: Path) -> None:
+    """Transformers splits all of them like Qwen 2."""
+    checkpoint = make_checkpoint(tmp_path / "model", "qwen2")
+    for kind, known in (("qwen2", True), ("deepseek-r1-qwen", True), ("smollm", False), ("llama-bpe", False)):
+        file = make_gguf(tmp_path / f"{kind}.gguf", checkpoint, Type.F32, metadata={"tokenizer.ggml.pre": kind})
+        refusal = pytest.raises(BuildError, match=f"is '{kind}', a way to split text that transformers does not know")
+        with contextlib.nullcontext() if known else refusal:
+            load_tokenizer(locate(str(file)))
 
 
 def test_words_that_are_tokens_are_taken_whole_as_in_llama_3(small: Path, tmp_path: Path) -> None:

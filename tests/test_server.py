@@ -311,6 +311,15 @@ def test_models_tokenize_health_and_ready(http: httpx.Client, client: openai.Ope
         refused = http.post("/tokenize", json=unused)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, [*unused][1])
     assert http.post("/tokenize", json={"messages": CHAT, "add_special_tokens": False}).status_code == 200
+    begun = [*CHAT, {"role": "assistant", "content": "It is"}]
+    continued = http.post("/tokenize", json={"messages": begun, "continue_final_message": True}).json()["tokens"]
+    assert engine.tokenizer.decode(continued).endswith("assistant: It is")
+    params = {"temperature": 0, "max_tokens": 5}
+    answer = tiny.answer(
+        "/v1/chat/completions", messages=begun, continue_final_message=True, add_generation_prompt=False, **params
+    )
+    said = answer["choices"][0]["message"]["content"]
+    assert said == tiny.answer("/v1/completions", prompt=continued, **params)["choices"][0]["text"]
     cut = http.post("/tokenize", content=json.dumps({"prompt": HALF}), headers={"Content-Type": "application/json"})
     assert (cut.status_code, cut.json()["error"]["param"]) == (400, "prompt")
     assert http.get("/health").json() == {"status": "ok"}
@@ -431,6 +440,12 @@ CUT = {"type": "function", "name": "f", "parameters": {"title": HALF}}
         ("responses", {"input": [{"type": "reasoning", "summary": []}]}, "input.0", "expected a message"),
         ("responses", {"input": [{"type": None}]}, "input.0.role", "missing"),
         ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
+        (
+            "chat/completions",
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "add_generation_prompt",
+            "given with continue_final_message",
+        ),
         ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages.0", "content is missing"),
         ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type", "expected one of 'text',"),
         ("chat/completions", {"response_format": {}}, "response_format.type", "is missing"),

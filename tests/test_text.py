@@ -70,6 +70,17 @@ def test_pieces_make_up_the_text(tokenizer: Tokenizer, text: str) -> None:
     assert not stopped
 
 
+@every_tokenizer
+@given(st.text("abc", max_size=30), st.sampled_from(["a", "bc", "cab"]))
+def test_stop_texts_count_behind_a_text(tokenizer: Tokenizer, text: str, after: str) -> None:
+    tokens = tokenizer.encode(text).ids
+    stream = TextStream(tokenizer, ["ab"], stop_after=after)
+    pieces = [stream.push(token) for token in tokens if not stream.stopped]
+    before, found, rest = tokenizer.decode(tokens).partition(after)
+    assert "".join([*pieces, stream.finish()]) == before + found + rest.partition("ab")[0]
+    assert stream.stopped == ("ab" in rest)
+
+
 class Counting:
     """A tokenizer that records the most tokens it had to decode at once."""
 

@@ -164,6 +164,19 @@ def test_broken_tokenizer_files_are_named(built: Built, tmp_path: Path, file: st
         load_tokenizer(folder)
 
 
+def test_a_decoder_that_fails_for_some_texts_is_refused(built: Built, tmp_path: Path) -> None:
+    """As the library panics where a token is empty once its end is stripped."""
+    folder = shutil.copytree(built[0], tmp_path / "model")
+    stated = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    strip = {"type": "Strip", "content": " ", "start": 0, "stop": 1}
+    for decoder in (strip, {"type": "Sequence", "decoders": [{"type": "Fuse"}, strip]}):
+        change(folder / "tokenizer.json", decoder=decoder)
+        with pytest.raises(BuildError, match=r"strips the end of texts \(Strip, stop=1\).*set 0 in tokenizer.json"):
+            load_tokenizer(folder)
+    change(folder / "tokenizer.json", decoder=stated["decoder"])
+    load_tokenizer(folder)
+
+
 # --- what is named ----------------------------------------------------------------------------------------------------
 
 

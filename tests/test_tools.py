@@ -16,8 +16,11 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.speculative import PLAIN
 from specexport.server.request_parts import Function
+from specexport.server.tool_arguments import Marks
+from specexport.server.tools import GLM as GLM_FORM
+from specexport.server.tools import GLM_COMPACT as GLM_COMPACT_FORM
 from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
-from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls
+from specexport.server.tools import CallFormat, Calling, CallReader, call_format, template_tools, whole_calls
 from tests.fixtures import Bundles, Engines
 from tests.serving import NAME, Served, served
 from tests.test_constraint import grammars
@@ -130,8 +133,8 @@ def test_a_call_goes_back_into_the_prompt(family: Family, client: openai.OpenAI)
     assert len(counts) == 1
 
 
-def one_by_one(values: dict[str, str]) -> str:
-    return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+def one_by_one(values: dict[str, str], marks: Marks) -> str:
+    return "".join(f"{marks.begin.replace('KEY', key)}{value}{marks.after}" for key, value in values.items())
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -150,7 +153,7 @@ def test_a_familys_calls_are_taken_and_read(family: Family, running: Served, spe
         .replace("ARGS]ARGS", f"ARGS]{arguments}")
         .replace(": ARGS", f": {arguments}")
         .replace(">ARGS", f">{arguments}")
-        .replace("PARAMETERS", one_by_one(json.loads(arguments)))
+        .replace("PARAMETERS", one_by_one(json.loads(arguments), form.marks) if form.marks else "")
     )
     plain = Tokenizer.from_str(engine.tokenizer.to_str())
     plain.encode_special_tokens = not special
@@ -183,10 +186,11 @@ VALUES: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("form", [QWEN_CODER_FORM, GLM_FORM, GLM_COMPACT_FORM], ids=["Qwen", "GLM", "GLM compact"])
 @hypothesis.given(st.sets(st.sampled_from(sorted(VALUES))), st.sets(st.sampled_from(sorted(VALUES))), st.data())
 @hypothesis.settings(max_examples=60, database=None)
 def test_parameters_that_are_written_one_by_one_are_read(
-    engine: Engines, used: set[str], optional: set[str], data: st.DataObject
+    engine: Engines, form: CallFormat, used: set[str], optional: set[str], data: st.DataObject
 ) -> None:
     """Texts as they are and everything else as JSON, wherever the text is cut."""
     near = engine("llama-near")
@@ -197,7 +201,7 @@ def test_parameters_that_are_written_one_by_one_are_read(
         "required": [key for key in known if key in used and key not in optional],
         "$defs": {"item": {"type": "string"}},
     }
-    calling = Calling(QWEN_CODER_FORM, [Function(name="f", parameters=schema)], forced=True, parallel=False)
+    calling = Calling(form, [Function(name="f", parameters=schema)], forced=True, parallel=False)
     values = {key: data.draw(VALUES[key][1]) for key in known if key in used}
     written = {
         key: value
@@ -205,7 +209,9 @@ def test_parameters_that_are_written_one_by_one_are_read(
         else json.dumps(value, ensure_ascii=False)
         for key, value in values.items()
     }
-    text = f"<tool_call>\n<function=f>\n{one_by_one(written)}</function>\n</tool_call>"
+    head, marks = form.head_of("f").replace(r"\n", "\n"), form.marks
+    assert marks is not None
+    text = f"{form.begin}{head}{one_by_one(written, marks)}{form.tail}{form.end}"
     bound = grammars(near).constraint("grammar", calling.grammar(), skip_special_tokens=False)
     tokens = near.tokenizer.encode(text, add_special_tokens=False).ids
     assert bound._matcher.try_consume_tokens(tokens) == len(tokens)
@@ -257,6 +263,7 @@ def test_channels_of_gpt_oss_are_distinguished() -> None:
         "<|channel|>analysis<|message|>so to=functions.f?<|end|><|start|>assistant<|channel|>commentary<|message|>wait"
         "<|end|><|start|>assistant<|channel|>final<|message|>well<|start|>!"
     )
+    assert text.partition(calling.bound()["stop_after"])[2] == "well<|start|>!"  # where stop texts count
     for size in (1, 7, len(text)):
         reader, output, thoughts = CallReader(calling), "", ""
         for at in range(0, len(text), size):

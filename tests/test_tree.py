@@ -164,6 +164,8 @@ def test_a_file_and_a_preset_are_drawn(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
     assert main(["draw", str(tmp_path / "tree.json"), "-o", str(tmp_path / "tree.svg")]) == 0
     assert "4 nodes with the root, depth 2" in capsys.readouterr().out
+    assert main(["draw", str(tmp_path / "tree.json"), "-o", "-"]) == 0
+    assert capsys.readouterr().out == (tmp_path / "tree.svg").read_text()
     assert (tmp_path / "tree.svg").read_text().count("<circle") == 4
     assert main(["draw", "nothing", "-o", str(tmp_path / "no.svg")]) == 1
     assert not (tmp_path / "no.svg").exists()

@@ -106,6 +106,7 @@ def test_a_folder_may_have_any_name_that_is_text(bundle: Bundles, tmp_path: Path
     shutil.copytree(bundle(NAME), folder)
     with pytest.raises(BundleError, match="the folder's name is not UTF-8; rename it"):
         Bundle.open(folder)
+    assert b"the folder's name is not UTF-8; rename it" in command("run", folder, "-p", "a").stderr
     shutil.move(folder, tmp_path / "🙂 ü")
     with Engine.load(tmp_path / "🙂 ü", threads=1) as engine:
         assert engine.generate("a", SamplingParams(max_tokens=2, ignore_eos=True)).token_ids

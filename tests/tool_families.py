@@ -64,6 +64,17 @@ _CODER = _NAMES + _turns(
     "<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n"
     "{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
 )
+_GLM = (
+    _NAMES
+    + "{# <tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value> #}"
+    + _turns(
+        "<|im_start|>",
+        "\n",
+        "<|im_end|>\n",
+        "<tool_call>{{ c.function.name }}\n{% for k, v in c.function.arguments | items %}<arg_key>{{ k }}</arg_key>\n"
+        "<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>",
+    )
+)
 _LLAMA = (
     '{# {"name": function name, "parameters": dictionary of argument name and its value} #}'
     + _NAMES
@@ -111,6 +122,24 @@ QWEN_CODER = Family(
     "<tool_call>\n<function=NAME>\nPARAMETERS</function>\n</tool_call>",
     "`<tool_call><function=name><parameter=key>value…`; texts as they are, other values JSON",
 )
+GLM = Family(
+    "GLM-4.5, 4.6",
+    _GLM,
+    QWEN2.special,
+    QWEN2.plain,
+    "<tool_call>",
+    "<tool_call>NAME\nPARAMETERS</tool_call>",
+    "`<tool_call>name<arg_key>key</arg_key><arg_value>value…`; values likewise",
+)
+GLM_COMPACT = Family(
+    "GLM-4.7, GLM-5",
+    _GLM.replace("\n<arg_", "<arg_").replace("name }}\n", "name }}").replace("</arg_value>\n", "</arg_value>"),
+    QWEN2.special,
+    QWEN2.plain,
+    "<tool_call>",
+    "<tool_call>NAMEPARAMETERS</tool_call>",
+    "the same, without line breaks",
+)
 _CALLS = ("<tool_call>", "</tool_call>", *QWEN2.special)
 HERMES = Family("Hermes, marks special", _QWEN, _CALLS, (), "<tool_call>", _HERMES_CALL, QWEN2.form)
 LLAMA3 = Family(
@@ -151,7 +180,7 @@ GPT_OSS = Family(
     "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGS",
     "harmony: `commentary to=functions.name`; analysis is `reasoning_content`",
 )
-FAMILIES = (QWEN2, QWEN3, QWEN_CODER, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GEMMA3, GPT_OSS)
+FAMILIES = (QWEN2, QWEN3, QWEN_CODER, GLM, GLM_COMPACT, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GEMMA3, GPT_OSS)
 
 
 def family_bundle(family: Family, bundle: Path, folder: Path) -> Path:

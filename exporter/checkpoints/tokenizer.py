@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import DEFAULT_TEMPLATE, SettingNote, short
 from specexport.exporter.checkpoints.documents import read_config, read_object
+from specexport.runtime.text import decoder_fault
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model")
@@ -81,6 +82,8 @@ def load_tokenizer(path: Path) -> TokenizerFiles:
             f"{path}: its tokenizer ({type(loaded).__name__}) has no fast form; expected one that a tokenizer.json can "
             "hold"
         )
+    if fault := decoder_fault(backend):
+        raise BuildError(f"{path}: its tokenizer cannot be used: {fault} in tokenizer.json")
     special = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
     backend.no_truncation()
     backend.no_padding()

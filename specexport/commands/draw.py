@@ -26,7 +26,7 @@ class DrawOptions(Options, frozen=True, kw_only=True):
 
     Attributes:
         tree: a bundle, the JSON file of a tree, or the name of a preset.
-        output: picture to write.
+        output: picture to write; - for standard output.
         method: method of the bundle whose tree to draw (default: the first).
     """
 
@@ -42,6 +42,9 @@ def draw_command(command: DrawOptions) -> int:
         specexport draw mc_sim_7b_63 -o tree.svg
     """
     tree = tree_of(command.tree, command.method)
+    if str(command.output) == "-":
+        print(svg(tree), end="")
+        return 0
     write_file(command.output, svg(tree).encode())
     print(f"{command.output}: {size_of(tree)}")
     return 0

@@ -32,7 +32,7 @@ from specexport.contract.options import options
 from specexport.contract.values import counted
 from specexport.options import ServerOptions
 from specexport.server import answers
-from specexport.server.chat import chat, chat_tokens
+from specexport.server.chat import chat, chat_tokens, ending
 from specexport.server.completions import complete
 from specexport.server.errors import ApiError, api_error
 from specexport.server.middleware import REQUEST_ID, Admission
@@ -215,7 +215,7 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> answers.Tokenize
         raise RequestError(f"{min(unused)}: has no effect here; leave it out", param=min(unused))
     if body.messages is not None:
         tools = {"tools": template_tools([tool.function for tool in body.tools])} if body.tools else {}
-        tokens = await chat_tokens(service, body, body.messages, tools, body.add_generation_prompt)
+        tokens = await chat_tokens(service, body, body.messages, tools, **ending(body))
     else:
         encode = partial(frontend.encode, add_special_tokens=body.add_special_tokens)
         tokens = await asyncio.to_thread(encode, body.prompt)

@@ -17,7 +17,7 @@ from specexport.runtime import Chunk, TokenLogprobs
 from specexport.runtime.chat import Message
 from specexport.server import answers
 from specexport.server.request_parts import ChatMessage
-from specexport.server.requests import ChatRequest, JsonSchema, TemplateOptions
+from specexport.server.requests import ChatRequest, JsonSchema, TemplateOptions, TokenizeRequest
 from specexport.server.service import Service, finite_logprob, prompt_logprobs, respond
 from specexport.server.tools import Calling, CallReader, template_tools, whole_calls
 
@@ -33,7 +33,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     variables: dict[str, Any] = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     if calls is not None:
         variables["tools"] = template_tools(body.offered)
-    prompt = await chat_tokens(service, body, body.messages, variables, body.add_generation_prompt)
+    prompt = await chat_tokens(service, body, body.messages, variables, **ending(body))
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     shape = body.response_format.json_schema if isinstance(body.response_format, JsonSchema) else body.response_format
     params = service.params(body, limit, (body.top_logprobs or 0) if body.logprobs else None, calls, shape)
@@ -47,16 +47,30 @@ async def chat_tokens(
     body: TemplateOptions,
     messages: Sequence[ChatMessage],
     variables: dict[str, Any],
-    add_generation_prompt: bool = True,
+    **ending: bool,
 ) -> list[int]:
     """The prompt of a conversation; the template gets ``variables`` besides the request's."""
     return await asyncio.to_thread(
         service.frontend.chat_tokens,
         list(map(template_message, messages)),
         variables | body.variables,
-        add_generation_prompt=add_generation_prompt,
         name=body.chat_template,
+        **ending,
     )
+
+
+def ending(body: ChatRequest | TokenizeRequest) -> dict[str, bool]:
+    """How the prompt of a conversation ends.
+
+    Raises:
+        RequestError: the last message is to be continued and answered.
+    """
+    names = ("add_generation_prompt", "continue_final_message")
+    if body.continue_final_message and "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
+        raise RequestError(
+            "add_generation_prompt: given with continue_final_message; give one of them", param="add_generation_prompt"
+        )
+    return {name: getattr(body, name) for name in names}
 
 
 def template_message(message: ChatMessage) -> Message:

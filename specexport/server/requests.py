@@ -231,6 +231,7 @@ class ChatRequest(ConversationRequest):
         None, description="A variable of the model's chat template."
     )
     add_generation_prompt: bool = Field(True, description="End the prompt with what introduces an answer.")
+    continue_final_message: bool = Field(False, description="Continue the last message instead of answering it.")
     add_special_tokens: Annotated[Any, Only((False,))] = None
     echo: Annotated[Any, Only((False,))] = None
 
@@ -334,11 +335,12 @@ class TokenizeRequest(TemplateOptions):
     messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] = Field([], description="Of a conversation.")
     add_generation_prompt: bool = Field(True, description="End a conversation with what introduces an answer.")
+    continue_final_message: bool = Field(False, description="End a conversation within its last message.")
     add_special_tokens: bool = Field(True, description="Of a prompt: those the tokenizer adds by itself.")
 
     @property
     def without_effect(self) -> set[str]:
         """The fields that have no effect on this kind of text."""
         if self.messages is None:
-            return {*TemplateOptions.model_fields, "tools", "add_generation_prompt"}
+            return {*TemplateOptions.model_fields, "tools", "add_generation_prompt", "continue_final_message"}
         return {"add_special_tokens"} if self.add_special_tokens else set()

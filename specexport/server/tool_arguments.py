@@ -1,32 +1,56 @@
-"""Tool arguments as separate parameters, ``<parameter=name>``, in Qwen3-Coder's format; and as JSON."""
+"""Tool arguments as separate parameters, such as ``<parameter=name>``, in Qwen3-Coder's and GLM's formats."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from specexport.contract.errors import RequestError
 from specexport.runtime.text import overlap
 from specexport.server.request_parts import Function, quote
 
-END = "</function>"
-_BEGIN = re.compile(r"<parameter=([^>\n]+)>\n")
-_AFTER = "\n</parameter>\n"
-_KEY = re.compile(r"[^>\n]+")
+_KEY = "[^>\n]+"
 _STATED = {"type", "enum", "const", "title", "description", "default", "examples"}
 _DEFINITIONS = ("$defs", "definitions")
 """Keys of definitions to which parts of a schema may refer."""
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "dependentSchemas")
 
 
-def is_text(schema: Any) -> bool:
+@dataclass(frozen=True)
+class Marks:
+    """The texts around a parameter.
+
+    Attributes:
+        begin: before its value; KEY stands for its name.
+        after: after its value.
+        end: after all parameters.
+    """
+
+    begin: str
+    after: str
+    end: str
+
+    @cached_property
+    def beginning(self) -> re.Pattern[str]:
+        """Matches the text before a value, with the name as its first group."""
+        return re.compile(re.escape(self.begin).replace("KEY", f"({_KEY})"))
+
+
+QWEN_CODER = Marks("<parameter=KEY>\n", "\n</parameter>\n", "</function>")
+GLM = Marks("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>")
+GLM_COMPACT = Marks("<arg_key>KEY</arg_key><arg_value>", "</arg_value>", "</tool_call>")
+
+
+def is_text(schema: Any, after: str) -> bool:
     """Whether a parameter's value is written literally, as free text or an item of a list, instead of as JSON."""
     if not isinstance(schema, dict) or not schema.keys() <= _STATED:
         return False
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    texts = isinstance(values, list) and all(isinstance(value, str) and _AFTER not in value for value in values)
+    texts = isinstance(values, list) and all(isinstance(value, str) and after not in value for value in values)
     return schema.get("type", "string" if values else None) == "string" and texts
 
 
@@ -51,7 +75,7 @@ def _without_null(schema: Any) -> tuple[Any, bool]:
     return (narrowed, True) if readable else (schema, False)
 
 
-def rules(name: str, tool: Function, options: dict[str, Any]) -> tuple[str, list[str]]:
+def rules(name: str, tool: Function, marks: Marks, options: dict[str, Any]) -> tuple[str, list[str]]:
     """The parameters of a tool in llguidance's dialect of Lark: an expression and the rules that it uses.
 
     ``name`` is the prefix of the names of rules; ``options`` are llguidance's options for JSON.
@@ -61,7 +85,7 @@ def rules(name: str, tool: Function, options: dict[str, Any]) -> tuple[str, list
     wrong = next((key for key in _COMBINED if key in schema), None)
     keys = [*properties] if isinstance(properties, dict) else []
     if wrong is None and isinstance(required, list):
-        wrong = next((key for key in [*keys, *required] if key not in keys or not _KEY.fullmatch(key)), None)
+        wrong = next((key for key in [*keys, *required] if key not in keys or not re.fullmatch(_KEY, key)), None)
     if wrong is not None:
         raise RequestError(
             f"tools: the parameters of {tool.name} have {wrong!r}, and the model writes parameters one by one by their "
@@ -73,17 +97,17 @@ def rules(name: str, tool: Function, options: dict[str, Any]) -> tuple[str, list
         rule = f"{name}_{at}"
         optional = "" if key in required else "?"
         parts.append(f"{rule}{optional}")
-        begin = quote(f"<parameter={key}>\n")
+        begin = quote(marks.begin.replace("KEY", key))
         text, nullable = _without_null(value)
-        if not is_text(text):
+        if not is_text(text, marks.after):
             whole = options | {kind: schema[kind] for kind in _DEFINITIONS if kind in schema}
             stated = json.dumps(whole | value if isinstance(value, dict) else value)
-            grammar.append(f"{rule}: {begin} %json {stated} {quote(_AFTER)}")
+            grammar.append(f"{rule}: {begin} %json {stated} {quote(marks.after)}")
         elif values := text.get("enum", [text["const"]] if "const" in text else []):
             values = [*values, "null"] if nullable else values
-            grammar.append(f"{rule}: {begin} ({' | '.join(map(quote, values))}) {quote(_AFTER)}")
+            grammar.append(f"{rule}: {begin} ({' | '.join(map(quote, values))}) {quote(marks.after)}")
         else:
-            grammar += [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: /(.|\\n)*/ {quote(_AFTER)}"]
+            grammar += [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: /(.|\\n)*/ {quote(marks.after)}"]
     return " ".join(parts), grammar
 
 
@@ -92,9 +116,11 @@ class ParameterReader:
 
     Args:
         tool: the called tool; None for an unknown tool, whose values are read as texts.
+        marks: the texts around parameters.
     """
 
-    def __init__(self, tool: Function | None) -> None:
+    def __init__(self, tool: Function | None, marks: Marks) -> None:
+        self._marks = marks
         self._properties = {} if tool is None else tool.parameters.get("properties", {})
         self._reading: Callable[[str, bool], tuple[str, int]] = self._between
         self._plain, self._nullable, self._first = False, False, True
@@ -111,15 +137,15 @@ class ParameterReader:
         return output, text
 
     def _between(self, text: str, last: bool) -> tuple[str, int]:
-        if text.startswith(END):
+        if text.startswith(self._marks.end):
             self.finished = True
-            return "{}" if self._first else "}", len(END)
-        begin = _BEGIN.match(text)
+            return "{}" if self._first else "}", len(self._marks.end)
+        begin = self._marks.beginning.match(text)
         if begin is None:
             return "", 0
         key = begin[1]
         schema, nullable = _without_null(self._properties.get(key, {"type": "string"}))
-        self._plain = is_text(schema)
+        self._plain = is_text(schema, self._marks.after)
         self._nullable = nullable and self._plain
         before, self._first = ("{" if self._first else ", "), False
         self._reading = self._value
@@ -127,19 +153,19 @@ class ParameterReader:
         return f"{before}{json.dumps(key, ensure_ascii=False)}: {opening}", begin.end()
 
     def _value(self, text: str, last: bool) -> tuple[str, int]:
-        begin = ""
+        begin, after = "", self._marks.after
         if self._nullable:
-            null = f"null{_AFTER}"
+            null = f"null{after}"
             if not last and len(text) < len(null) and null.startswith(text):
                 return "", 0
             self._nullable, self._plain = False, not text.startswith(null)
             begin = '"' if self._plain else ""
-        at = text.find(_AFTER)
+        at = text.find(after)
         end = at
         if at < 0:
-            end = len(text) - (0 if last else overlap(text, _AFTER))
+            end = len(text) - (0 if last else overlap(text, after))
         content = json.dumps(text[:end], ensure_ascii=False)[1:-1] if self._plain else text[:end]
         if at < 0:
             return begin + content, end
         self._reading = self._between
-        return begin + content + ('"' if self._plain else ""), at + len(_AFTER)
+        return begin + content + ('"' if self._plain else ""), at + len(after)

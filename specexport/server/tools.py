@@ -29,7 +29,7 @@ class CallFormat:
         between: text between two calls; None for the end, a line break and the mark again.
         head: regular expression of a call up to its arguments, with ``NAME`` and ``ARGUMENTS``.
         tail: text of a call after its arguments.
-        separate_arguments: whether each argument has its own marks; otherwise arguments are JSON.
+        marks: those of each argument, if arguments are written one by one; None if they are JSON.
         id_length: number of letters and digits of a call's id, if the model's template requires it.
     """
 
@@ -40,7 +40,7 @@ class CallFormat:
     between: str | None = None
     head: str = r'\{"name": "NAME", "ARGUMENTS": '
     tail: str = "}"
-    separate_arguments: bool = False
+    marks: tool_arguments.Marks | None = None
     id_length: int | None = None
 
     @property
@@ -56,7 +56,9 @@ class CallFormat:
 
 _NAME = "(?P<name>[A-Za-z0-9_.-]{1,64})"
 HERMES = CallFormat(begin="<tool_call>\n", end="\n</tool_call>")
-QWEN_CODER = replace(HERMES, head=r"<function=NAME>\n", tail=tool_arguments.END, separate_arguments=True)
+QWEN_CODER = replace(HERMES, head=r"<function=NAME>\n", tail="</function>", marks=tool_arguments.QWEN_CODER)
+GLM = CallFormat(begin="<tool_call>", head=r"NAME\n", tail="</tool_call>", marks=tool_arguments.GLM)
+GLM_COMPACT = replace(GLM, between="<tool_call>", head="NAME", marks=tool_arguments.GLM_COMPACT)
 LLAMA = CallFormat("parameters")
 MISTRAL = CallFormat(begin="[TOOL_CALLS]", opening=r" ?\[", between=", ", end="]", id_length=9)
 MISTRAL_ARGS = CallFormat(begin="[TOOL_CALLS]", between="[TOOL_CALLS]", head=r"NAME\[ARGS\]", tail="", id_length=9)
@@ -68,6 +70,7 @@ HARMONY = CallFormat(
     tail="",
 )
 """gpt-oss: an answer consists of messages in channels, of which the last may be a call."""
+_FINAL = "<|channel|>final<|message|>"
 _PLAIN = CallFormat("arguments")
 """For models without tools, whose answers can still be constrained to calls."""
 _PYTHON_TAG = "<|python_tag|>"
@@ -87,7 +90,9 @@ def call_format(template: str) -> CallFormat | None:
         return HARMONY
     if "[TOOL_CALLS]" in template:
         return MISTRAL_ID if "[CALL_ID]" in template else MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
-    # GLM-4.5 writes parameters in <arg_key>, MiniMax-M3 calls in <invoke>, Apriel all calls as a list in <tool_calls>.
+    if match := re.search(r"<tool_call>\{function-name\}(\n?)<arg_key>", template):
+        return GLM if match[1] else GLM_COMPACT  # to 4.6, and from 4.7
+    # Others write <arg_key> in other ways, MiniMax-M3 calls in <invoke>, Apriel all calls as a list in <tool_calls>.
     if "<tool_call>" in template and not re.search("<arg_key>|<invoke|<tool_calls>", template):
         return HERMES if "<function=" not in template else QWEN_CODER if "<parameter=" in template else None
     return LLAMA if re.search(r"""["']parameters["']\s*:\s*dictionary""", template) else None
@@ -111,7 +116,9 @@ class Calling:
 
     def bound(self) -> dict[str, Any]:
         """The sampling parameters that constrain the answer and keep special tokens, which may be marks of calls."""
-        return {"grammar": self.grammar(), "skip_special_tokens": False}
+        # Stop texts are of the answer, not of the model's thoughts.
+        stop_after = _FINAL if self.format is HARMONY else ""
+        return {"grammar": self.grammar(), "skip_special_tokens": False, "stop_after": stop_after}
 
     def grammar(self) -> str:
         """The grammar of the answer, in llguidance's dialect of Lark."""
@@ -120,8 +127,10 @@ class Calling:
         for at, tool in enumerate(self.tools):
             head = _pattern(form.head_of(re.escape(tool.name)))
             arguments, rules = f"%json {json.dumps(_OBJECT | tool.parameters)}", list[str]()
-            if form.separate_arguments:
-                arguments, rules = tool_arguments.rules(f"call_{at}", tool, {"x-guidance": _OBJECT["x-guidance"]})
+            if form.marks is not None:
+                arguments, rules = tool_arguments.rules(
+                    f"call_{at}", tool, form.marks, {"x-guidance": _OBJECT["x-guidance"]}
+                )
             calls += [f"call_{at}: {head} {arguments} {_literal(form.tail)}", *rules]
         if form is HARMONY:
             lines = ["start: call"] if self.forced else _MESSAGES
@@ -148,7 +157,7 @@ _MESSAGES = [
     "start: note* (final | call)",
     'note: ("<|channel|>analysis<|message|>" | "<|channel|>commentary<|message|>") said "<|start|>assistant"',
     'said[lazy]: TEXT "<|end|>"',
-    'final: "<|channel|>final<|message|>" TEXT',
+    f'final: "{_FINAL}" TEXT',
     r"TEXT: /(.|\n)*/",
 ]
 """The rules of an answer in channels that may be something else than a call."""
@@ -209,10 +218,11 @@ class CallReader:
     def __init__(self, calling: Calling) -> None:
         self._format, self._hidden = calling.format, calling.hidden
         self._tools = {tool.name: tool for tool in calling.tools}
-        self._parameters = tool_arguments.ParameterReader(None)
         # Two groups for a head with two alternative places of the name.
         name, again = _NAME, _NAME.replace("name", "again", 1)
         pattern = calling.format.head_of(name)
+        if calling.format.marks is not None:  # a name may end where its parameters or the call's end begin
+            pattern = rf"{re.escape(calling.format.begin)}{pattern}(?=<)"
         self._head_pattern = re.compile(again.join(pattern.rsplit(name, 1)) if pattern.count(name) > 1 else pattern)
         self._text, self._thoughts = "", ""
         harmony = calling.format is HARMONY
@@ -276,8 +286,10 @@ class CallReader:
     def _begun(self, head: re.Match[str]) -> AssistantCall:
         self._take(head.end())
         name = next(filter(None, head.groupdict().values()))
-        self._parameters = tool_arguments.ParameterReader(self._tools.get(name))
-        self._reading = self._separate_arguments if self._format.separate_arguments else self._arguments
+        self._reading = self._arguments
+        if self._format.marks is not None:
+            self._parameters = tool_arguments.ParameterReader(self._tools.get(name), self._format.marks)
+            self._reading = self._separate_arguments
         self.calls += 1
         function = FunctionCall(name=name, arguments="")
         id = (

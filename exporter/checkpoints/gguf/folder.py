@@ -41,6 +41,8 @@ _SAMPLING = {
 _LIKE_GPT2 = ("", "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4", "trillion")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 """Values of ``tokenizer.ggml.pre`` that split text like GPT-2's tokenizer; the second group also separates digits."""
+_LIKE_QWEN2 = ("", "default", "qwen2", "deepseek-r1-qwen", "megrez")
+"""Values of it that split text as transformers does for Qwen's architectures, whatever the file says."""
 _WHOLE_WORDS = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
 )  # fmt: skip
@@ -159,9 +161,10 @@ def _set_split(header: Header, tokenizer: Tokenizer) -> None:
     kind = header.get("tokenizer.ggml.pre", str, "default")
     if kind in _WHOLE_WORDS and isinstance(tokenizer.model, BPE):
         tokenizer.model.ignore_merges = True
-    if not isinstance(tokenizer.pre_tokenizer, ByteLevel) or kind in _LIKE_GPT2:
+    qwen = header.architecture.startswith("qwen")
+    if kind in _LIKE_QWEN2 if qwen else not isinstance(tokenizer.pre_tokenizer, ByteLevel) or kind in _LIKE_GPT2:
         return
-    if kind not in _SINGLE_DIGITS:
+    if qwen or kind not in _SINGLE_DIGITS:
         raise BuildError(
             f"{header.path}: tokenizer.ggml.pre is {kind[:40]!r}, a way to split text that transformers does not know; "
             f"{_ORIGINAL}"
