@@ -201,7 +201,7 @@ def family_bundle(family: Family, bundle: Path, folder: Path) -> Path:
     name = "tokenizer/chat_template.jinja"
     (folder / name).write_text(family.template, encoding="utf-8")
     last = manifest.target.vocab_size - 1
-    put(folder, "tokenizer.chat_template", name)
+    put(folder, "tokenizer.templates", {"default": name})
     put(folder, "tokenizer.eos_token_ids", [last - 1, last] if family is GPT_OSS else [last])
     relist(folder, name)
     return folder
