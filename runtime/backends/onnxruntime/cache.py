@@ -52,7 +52,10 @@ def _zeros(shape: tuple[int, ...]) -> Array:
     if not nbytes or sys.platform != "linux":
         return np.zeros(shape, np.float32)
     # Not np.zeros() on Linux, which asks for huge pages: a text's first row would allocate those of thousands.
-    with contextlib.suppress(OSError):
+    try:
         memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-        return np.frombuffer(memory, np.float32).reshape(shape)
-    raise MemoryError(f"{nbytes} bytes")
+    except OSError as error:
+        raise MemoryError(f"{nbytes} bytes: {error}") from error
+    with contextlib.suppress(OSError):  # kernels without huge pages do not know the advice
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.float32).reshape(shape)
