@@ -103,6 +103,16 @@ float weigh(const Attending& r) {
   return r.seen.count ? 1.0f / weight : 0.0f;
 }
 
+// Asks for the keys or values that are processed after those from rank `from` on: processors do not look beyond a page by
+// themselves.
+void fetch_next(const float* numbers, int size, const Seen& seen, int from) {
+  const int begin = from + kKeysAtOnce, end = seen.run < begin + kKeysAtOnce ? seen.run : begin + kKeysAtOnce;
+  if (begin >= end) return;
+  const auto* p = reinterpret_cast<const uint8_t*>(numbers + size_t(seen.start + begin) * size_t(size));
+  const auto* const stop = reinterpret_cast<const uint8_t*>(numbers + size_t(seen.start + end) * size_t(size));
+  for (; p < stop; p += 64) __builtin_prefetch(p, 0, 3);
+}
+
 // Rows whose values are added at once: their sums fit into registers, and hide the latency of additions.
 constexpr int kRowsAdding = kLanes == 16 ? 4 : 1;
 
@@ -183,11 +193,15 @@ void attend(const AttentionCall& c) {
       else row.seen = look(row.row->mask, c.length, reinterpret_cast<int32_t*>(row.scores + c.length + 16));
       if (row.seen.count > longest) longest = row.seen.count;
     }
-    for (int from = 0; from < longest; from += kKeysAtOnce)
+    const Seen& last = rows[count - 1].seen;
+    for (int from = 0; from < longest; from += kKeysAtOnce) {
+      fetch_next(c.keys, c.size, last, from);
       for (int r = 0; r < count; r++) score<kSize>(c, rows[r], from);
+    }
     float factors[kRowsAttending];
     for (int r = 0; r < count; r++) factors[r] = weigh(rows[r]);
     for (int from = 0; from < longest; from += kKeysAtOnce) {
+      fetch_next(c.values, c.value_size, last, from);
       auto adds = [&](int r) { return r < count && (!from || from < rows[r].seen.count); };
       for (int r = 0; r < count;) {
         int together = 0;
