@@ -27,8 +27,8 @@ from benchmarks.pair import bundle, inflated_pair
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError
 from specexport.runtime.backend import Graph, RunShape, open_target
-from specexport.runtime.backends.onnxruntime.graph import open_session
 from specexport.runtime.backends.onnxruntime.kernels import SWITCH, PackedWeights, kernels
+from specexport.runtime.backends.onnxruntime.session import open_session
 from specexport.runtime.bundle import Bundle
 from specexport.tables import show
 

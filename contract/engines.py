@@ -113,7 +113,7 @@ class Fill(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="fill
 class Commit(_ProgramGraph, frozen=True, kw_only=True, tag_field="name", tag="commit"):
     """Makes the target's cache rows of an accepted path through a branching tree contiguous.
 
-    In a profile, ``tokens`` is N and ``cache`` is S. Only models lowered natively have one; chains need none.
+    In a profile, ``tokens`` is N and ``cache`` is S. Only targets lowered natively have one; chains need none.
     """
 
 

@@ -20,8 +20,8 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers, reference_logits
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import read_weights
-from specexport.runtime.backends.onnxruntime.graph import MINIMUM
 from specexport.runtime.backends.onnxruntime.segments import open_whole
+from specexport.runtime.backends.onnxruntime.session import MINIMUM
 from specexport.runtime.machine import available_cores, disable_telemetry
 from specexport.runtime.states import KeptStates, cell_rows
 

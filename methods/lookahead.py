@@ -15,7 +15,7 @@ from specexport.contract.methods.base import BuiltMethod, Flag, MethodOptions, S
 from specexport.contract.tree import MAX_NODES, TokenTree
 from specexport.runtime.backend import Array
 from specexport.runtime.prompt import is_embedding
-from specexport.runtime.proposal import Opening, Proposal, Proposer, SlotProposer, SlotView, WiderStep
+from specexport.runtime.proposal import Opening, Proposal, Proposer, SlotProposer, SlotView
 
 Window = Annotated[int, Meta(ge=1, le=MAX_NODES)]
 NgramSize = Annotated[int, Meta(ge=2, le=32)]
@@ -276,10 +276,10 @@ class LookaheadProposer(SlotProposer[_Slot]):
         width = next(width for width in self._widths if width > len(tokens))
         spare = width - 1 - len(tokens)
         tokens += [max(root, _SPARE)] * spare
-        step = WiderStep(np.array(tokens, np.int64), TokenTree((-1, *parents, *[0] * spare)))
         ahead = np.full((tree.depth, max(1, len(guesses))), -1, np.int64)
         for rank, guess in enumerate(guesses):
             ahead[:, rank] = guess
+        step = Proposal(np.array(tokens, np.int64), TokenTree((-1, *parents, *[0] * spare)), None, ahead)
         return Proposal(drafted, tree, None, ahead, step)
 
     def _begin(self, prompt: Sequence[int]) -> _Slot:

@@ -18,7 +18,8 @@ from specexport.runtime.params import SamplingParams
 
 if TYPE_CHECKING:
     from specexport.runtime.backends.ranks import Followers
-    from specexport.runtime.step_program import LoadedMethod, StepProgram
+    from specexport.runtime.proposal import LoadedMethod
+    from specexport.runtime.step import StepProgram
 
 Array = tensors.Array
 Buffers = Callable[[ShapePoint], tuple[dict[str, Array], dict[str, Array]]]
@@ -55,8 +56,6 @@ class RunShape(NamedTuple):
 
 class Graph(ABC):
     """A loaded graph with its static buffers and a cache of several slots.
-
-    A backend implements the abstract methods and properties.
 
     Callers write inputs into the arrays that :meth:`inputs` returns, and read results from those that :meth:`run`
     returns; their first dimension is the window. All calls return the same memory: copy what must outlive the next run.
@@ -150,10 +149,7 @@ class Graph(ABC):
 
         Call it after every run whose rows are used. Rows that are in place are not copied.
 
-        Args:
-            slot: a slot of the run's window.
-            past: the slot's ``past_length`` in the run.
-            nodes: indices of the tokens to keep, ascending; their rows go to ``past``, ``past + 1``, ...
+        ``past`` is the slot's ``past_length`` in the run; ``nodes`` are the indices of the tokens to keep, ascending.
         """
         self._filled[slot] = past + len(nodes)
         self._commit(slot, past, nodes)
@@ -321,10 +317,6 @@ def open_backend(bundle: Bundle, options: BackendOptions) -> Backend:
 
 
 def open_target(bundle: Bundle, slots: int = 1, threads: int | None = None) -> Graph:
-    """Loads the target's graph on the CPU, whatever the bundle was built for.
-
-    Raises:
-        BackendError: the backend is not installed or refuses the graph.
-    """
+    """Loads the target's graph on the CPU, whatever the bundle was built for."""
     target, signature = bundle.manifest.target, bundle.manifest.target_signature
     return open_backend(bundle, BackendOptions("onnxruntime", threads)).open(target, slots, signature.buffers)

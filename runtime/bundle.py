@@ -1,21 +1,11 @@
-"""Opened bundles: a checked manifest, the folder that it describes, and the tokenizer.
-
-Also opens graphs whose weights are symbolic links, as in the Hugging Face cache. For graphs with loops onnxruntime runs
-onnx's checker, which refuses links; their targets were checked when the bundle was opened.
-"""
+"""Opened bundles: a checked manifest, the folder that it describes, and the tokenizer."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import mmap
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
@@ -67,10 +57,8 @@ class Bundle:
     def tokenizer(self, name: str | None = None, *, split_special_tokens: bool | None = None) -> Tokenizer:
         """Loads the tokenizer, or another one that the manifest names; it neither truncates nor pads texts.
 
-        Args:
-            name: the file; None for the target's.
-            split_special_tokens: whether special tokens in a text are encoded as plain text; None for the target's
-                setting.
+        ``split_special_tokens`` says whether special tokens in a text are encoded as plain text; None for the target's
+        setting.
 
         Raises:
             BundleError: the file is not a tokenizer.
@@ -119,41 +107,3 @@ def check_bundle(folder: Path, manifest: Manifest, *, hashes: bool) -> None:
     check_files(folder, manifest, hashes=True)
     if time.time() - max((s.st_ctime for _, s in stats), default=0) > _TIMESTAMP_RESOLUTION:
         checked.save(True)
-
-
-@contextlib.contextmanager
-def without_links(path: Path, weights: Sequence[Path]) -> Iterator[Path]:
-    """Yields a graph without links for onnx's checker: the graph, or a copy beside sparse files.
-
-    The checker does not read the weights, so sparse files of their names and sizes will do. ``weights`` are in the
-    graph's folder.
-    """
-    if not any(file.is_symlink() for file in (path, *weights)):
-        yield path
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        for file in weights:
-            with Path(folder, file.name).open("wb") as sparse:
-                sparse.truncate(file.stat().st_size)
-        yield Path(shutil.copy(path, folder))
-
-
-def open_linked(path: Path, options: Any, open_graph: Callable[[Path], Any]) -> Any:
-    """Opens a session of a graph whose weights may be links.
-
-    ``options`` are the ``onnxruntime.SessionOptions`` that ``open_graph`` uses; modified.
-    """
-    try:
-        return open_graph(path)
-    except Exception:
-        links = [file for file in path.parent.glob("*.bin") if file.is_symlink() and file.stat().st_size]
-        if not links:
-            raise
-    with contextlib.ExitStack() as stack:
-        plain = stack.enter_context(without_links(path, links))
-        files = [stack.enter_context(file.open("rb")) for file in links]
-        contents = [stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) for file in files]
-        options.add_external_initializers_from_files_in_memory(
-            [file.name for file in links], contents, list(map(len, contents))
-        )
-        return open_graph(plain)

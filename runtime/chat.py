@@ -170,11 +170,7 @@ class ChatTemplate:
 
 
 def _readable_message(at: int, message: Message) -> dict[str, Any]:
-    """Removes a message's null fields, as transformers does, and converts its parts to the form that templates read.
-
-    Raises:
-        RequestError: it is not a mapping, or has a part that is not text.
-    """
+    """Removes a message's null fields, as transformers does, and converts its parts to the form that templates read."""
     if not isinstance(message, Mapping):
         raise RequestError(
             f"messages.{at} is {type(message).__name__}; expected a mapping with role and content", param="messages"

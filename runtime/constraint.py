@@ -15,6 +15,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -91,19 +92,14 @@ class Grammars:
         import llguidance
 
         try:
-            grammar = (
-                _json_grammar(text)
-                if param == "json_schema"
-                else llguidance.LLMatcher.grammar_from_lark(self._lark(text))
-            )
+            compile_lark = llguidance.LLMatcher.grammar_from_lark
+            grammar = _json_grammar(text) if param == "json_schema" else compile_lark(self._lark(text))
+            limits = llguidance.LLParserLimits(verbose_errors=False)
+            matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise ValueError(matcher.get_error())
         except ValueError as error:  # such as an escape that is half a character
-            reason = _reason(str(error))
-            raise RequestError(f"the {name} cannot be used: {reason}", param=param) from error
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            reason = _reason(matcher.get_error())
-            raise RequestError(f"the {name} cannot be used: {reason}", param=param)
+            raise RequestError(f"the {name} cannot be used: {_reason(str(error))}", param=param) from error
         return matcher
 
     def _lark(self, grammar: str) -> str:
@@ -142,7 +138,7 @@ class Grammars:
         with self._lock:
             if skip_special_tokens not in self._vocabularies:
                 try:
-                    visible = _VisibleTokens(self._text, skip_special_tokens)
+                    tokens = self._tokens.of_text(skip_special_tokens)
                 except ValueError as error:
                     decoder = self._tokenizer.decoder
                     kind = "no decoder" if decoder is None else f"the decoder {type(decoder).__name__}"
@@ -152,75 +148,70 @@ class Grammars:
                         param=param,
                     ) from error
                 self._vocabularies[skip_special_tokens] = llguidance.LLTokenizer(
-                    llguidance.TokenizerWrapper(visible), n_vocab=len(visible.tokens), eos_token=self._eos
+                    llguidance.TokenizerWrapper(tokens), n_vocab=len(tokens.tokens), eos_token=self._eos
                 )
             return self._vocabularies[skip_special_tokens]
 
     @cached_property
-    def _text(self) -> _Text:
-        return _Text(self._tokenizer, self._vocab_size, self._eos)
+    def _tokens(self) -> _Tokens:
+        return _Tokens(self._tokenizer, self._vocab_size, self._eos)
 
 
-class _Text:
-    """A tokenizer's tokens as bytes, and its encoding of a text that continues another.
-
-    Attributes:
-        tokens: the bytes of each token id below the width of the logits, which may exceed the tokenizer's vocabulary.
-        eos: tokens that end a text.
-        unknown: ids that the tokenizer does not have.
-        special: tokens that a text may leave out.
-
-    Raises:
-        ValueError: llguidance cannot read how the tokenizer decodes.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
-        import llguidance
-
-        self.eos = frozenset(eos)
-        width = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
-        stated = json.loads(tokenizer.to_str(), object_hook=_without_prefix) | {"truncation": None, "padding": None}
-        self.special = {token["id"] for token in stated["added_tokens"] if token["special"]}
-        for token in stated["added_tokens"]:
-            token["special"] = token["special"] or token["id"] in self.eos
-        file, model = json.dumps(stated), stated["model"]
-        if "merges" in model:  # as slow to read as the tokens, and needed for encoding alone
-            model["merges"] = []
-        reader = llguidance.LLTokenizer(json.dumps(stated), n_vocab=width, eos_token=list(eos), slices=[])
-        self.tokens = [reader.decode_bytes([id]) for id in range(width)]
-        self.unknown = set(range(width)).difference(tokenizer.get_vocab(with_added_tokens=True).values())
-        self._tokenizer, self._lock = Tokenizer.from_str(file), threading.Lock()
-
-    def encode(self, text: str, plainly: bool) -> list[int]:
-        """Encodes a text; special tokens are spelled out if ``plainly``, or if one of them would end the text."""
-        with self._lock:
-            self._tokenizer.encode_special_tokens = plainly
-            ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        return ids if plainly or self.eos.isdisjoint(ids) else self.encode(text, True)
-
-
-class _VisibleTokens:
+class _Tokens:
     """A tokenizer in the form that llguidance reads, in which a token stands for what it adds to the visible text.
 
     From a tokenizer's file, llguidance would treat every added token that looks like ``<name>`` as special, and still
     expect it wherever a grammar's text holds its content.
 
     Attributes:
-        eos_token_id: the token that ends a text.
-        bos_token_id: None, as an output has none.
-        tokens: the bytes of each token.
+        tokens: the bytes of each token id below the width of the logits, which may exceed the tokenizer's vocabulary.
+        eos_token_id: a token that ends a text.
         special_token_ids: tokens that add nothing to the text, or end it.
+
+    Raises:
+        ValueError: llguidance cannot read how the tokenizer decodes.
     """
 
-    def __init__(self, text: _Text, skip_special_tokens: bool) -> None:
-        self._text, self._plainly = text, skip_special_tokens
-        self.tokens = text.tokens
-        self.special_token_ids = sorted(text.unknown | text.eos | (text.special if skip_special_tokens else set()))
-        self.eos_token_id, self.bos_token_id = min(text.eos), None
+    bos_token_id = None
+    special_token_ids: list[int]
+    _skips: bool
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> None:
+        import llguidance
+
+        self._eos = frozenset(eos)
+        self.eos_token_id = min(eos)
+        width = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
+        stated = json.loads(tokenizer.to_str(), object_hook=_without_prefix) | {"truncation": None, "padding": None}
+        self._special = {token["id"] for token in stated["added_tokens"] if token["special"]}
+        for token in stated["added_tokens"]:
+            token["special"] = token["special"] or token["id"] in self._eos
+        file, model = json.dumps(stated), stated["model"]
+        if "merges" in model:  # as slow to read as the tokens, and needed for encoding alone
+            model["merges"] = []
+        reader = llguidance.LLTokenizer(json.dumps(stated), n_vocab=width, eos_token=list(eos), slices=[])
+        self.tokens = [reader.decode_bytes([id]) for id in range(width)]
+        unknown = set(range(width)).difference(tokenizer.get_vocab(with_added_tokens=True).values())
+        self._never_text = unknown | self._eos
+        self._tokenizer, self._lock = Tokenizer.from_str(file), threading.Lock()
+
+    def of_text(self, skip_special_tokens: bool) -> _Tokens:
+        """The tokenizer of texts that leave special tokens out, or of texts that do not."""
+        tokens = copy(self)
+        tokens._skips = skip_special_tokens
+        tokens.special_token_ids = sorted(self._never_text | (self._special if skip_special_tokens else set()))
+        return tokens
 
     def __call__(self, text: bytes) -> list[int]:
-        """Encodes a text that continues another."""
-        return self._text.encode(text.decode(errors="replace"), self._plainly)
+        """Encodes a text that continues another; special tokens are spelled out if left out, or if one would end it."""
+        shown = text.decode(errors="replace")
+        with self._lock:
+            for plainly in (self._skips, True):
+                self._tokenizer.encode_special_tokens = plainly
+                ids = list(self._tokenizer.encode(shown, add_special_tokens=False).ids)
+                if self._eos.isdisjoint(ids):
+                    break
+        return ids
 
 
 def _without_prefix(part: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 
-from specexport.contract.errors import BuildError, ClosedError, ContextLengthError, RequestError
+from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.manifest import GenerationRules, Manifest
 from specexport.contract.methods import Method, MethodOptions, SpeculativeConfig, read_methods
 from specexport.contract.tree import TokenTree
@@ -20,7 +20,7 @@ from specexport.runtime.constraint import Grammars
 from specexport.runtime.logits import processors
 from specexport.runtime.params import DEFAULT_MAX_TOKENS, SamplingParams, require_params
 from specexport.runtime.prompt import EncodedPrompt, Prompt, PromptEncoder
-from specexport.runtime.proposal import Opening, SlotView, open_proposer
+from specexport.runtime.proposal import PLAIN_TREE, LoadedMethod, Opening, SlotView, open_proposer
 from specexport.runtime.request import Completion, Request, Stream, complete
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.speculation.costs import CostCurve, Costs
@@ -34,7 +34,6 @@ from specexport.runtime.speculative import (
     bypasses_model,
     choose,
 )
-from specexport.runtime.step_program import PLAIN_TREE, LoadedMethod
 from specexport.runtime.text import TextStream
 
 _WARM_UP_TOKENS = 32
@@ -53,7 +52,6 @@ class Engine:
             need no graph.
         encode: returns a prompt's tokens; see :meth:`~specexport.runtime.prompt.PromptEncoder.encode`.
         slots: number of requests that run together.
-        max_model_len: most tokens of a prompt and its output.
         costs: the costs of steps on this machine; None if each request speculates with its method's default.
     """
 
@@ -97,7 +95,6 @@ class Engine:
             methods = self.methods.values()
             self._lookup = next((m.name for m in methods if not m.needs_graph and not m.takes_hypothesis), None)
         self._scheduler = Scheduler(program, policy, reuse=prefix_cache)
-        self._closed = False
 
     @classmethod
     def load(
@@ -122,24 +119,19 @@ class Engine:
             bundle: a folder written by ``specexport build``, or an opened bundle.
             threads: CPU threads; None for one for each core that this process may use.
             check_hashes: compare every file's SHA-256 with the manifest; sizes are always compared.
-            methods: options of methods that need no graph, in place of the bundle's or the defaults, such as
-                ``{"method": "suffix", "store_tokens": 100_000}``; see
-                :func:`~specexport.contract.methods.read_methods`.
+            methods: options of methods that need no graph, such as ``{"method": "suffix", "store_tokens": 100_000}``,
+                in place of the bundle's or the defaults; see :func:`~specexport.contract.methods.read_methods`.
             max_batch_size: number of requests that run together, one of the bundle's batch sizes; None for its largest,
-                on a GPU for its smallest. Engines run the ones they were compiled for (``compile
-                --engine-batch-sizes``).
+                on a GPU for the smallest that engines were compiled for (``compile --engine-batch-sizes``).
             max_model_len: most tokens of a prompt and its output; None for as many as the bundle was built for.
             prefix_cache: reuse the cache rows of an earlier text for a prompt that begins like it.
-            calibrate: choose how much each step speculates by measured costs, and look draft tokens up in the text when
-                that pays, whatever the bundle was built for. Measuring takes a few seconds when a bundle is first
-                opened on a machine; the figures are kept in the cache folder. Without measured costs a single request
-                speculates with its method's default.
+            calibrate: choose how much each step speculates by costs that are measured when a bundle is first opened on
+                a machine, and look draft tokens up in the text when that pays; otherwise a single request speculates
+                with its method's default.
             costs: the costs of steps, instead of measuring them.
-            cache_graphs: keep int8 and int4 matrices in packed form in the cache folder, so that the bundle opens four
-                times as fast the next time.
+            cache_graphs: keep int8 and int4 matrices in packed form in the cache folder, for the next opening.
             backend: an entry point of ``specexport.backends``; None for the backend that the bundle was built for.
-            gpu_memory_utilization: for GPU backends, the share of the device's memory that may be in use once the
-                bundle is loaded, including other programs' memory.
+            gpu_memory_utilization: the share of a GPU's memory that may be in use, also by other programs.
 
         Raises:
             BundleError: the bundle is incomplete, altered or too new.
@@ -197,7 +189,6 @@ class Engine:
         Streams that this thread started end, and requests that wait for a slot fail. Running requests of other threads
         finish first, so that the rest of their output can still be read.
         """
-        self._closed = True
         self._scheduler.close()
         if hasattr(self, "_target"):
             del self._target, self._program
@@ -205,10 +196,7 @@ class Engine:
             self.backend.close()
 
     def prepare_grammars(self) -> None:
-        """Reads the tokenizer for schemas and grammars now.
-
-        Otherwise the first constrained output waits for it, for seconds if the vocabulary is large.
-        """
+        """Reads the tokenizer for schemas and grammars now, for which the first constrained output would wait."""
         self._grammars.prepare()
 
     def stall_reason(self, timeout: float) -> str | None:
@@ -262,8 +250,7 @@ class Engine:
                 model cannot read the prompt's embeddings, or a hypothesis does not suit the method or is missing.
             ClosedError: the engine is closed.
         """
-        if self._closed:
-            raise ClosedError("the engine is closed; load the bundle again")
+        self._scheduler.require_open()
         require_params(params)
         params = params or self.defaults()
         if params.n != 1:
@@ -319,14 +306,14 @@ class Engine:
         hypothesis: Sequence[int] = (),
         options: MethodOptions | None = None,
     ) -> Request:
-        tokens = list(prompt.tokens) if isinstance(prompt, EncodedPrompt) else prompt
+        embeddings = prompt if isinstance(prompt, EncodedPrompt) else None
+        tokens = prompt if isinstance(prompt, list) else list(prompt.tokens)
         rules, vocab_size, longest = params.rules, self.manifest.target.vocab_size, self.max_model_len
         remaining = min(rules.max_length or longest, longest) - len(tokens)
         remaining = remaining if params.max_tokens is None else min(params.max_tokens, remaining)
         hypothesis = hypothesis[: max(0, remaining) + 1]  # reading it takes memory; one token more shows a cut
         view = SlotView(0, tokens, params, np.random.default_rng(params.seed), tree, hypothesis, method, options)
-        if isinstance(prompt, EncodedPrompt):
-            view.embeddings = prompt.embeddings
+        view.embeddings = embeddings
         # A grammar ends the text by itself.
         min_tokens = 0 if params.constrained else max(params.min_tokens, rules.min_length - len(tokens))
         ends = tuple(params.stop_token_ids) + (() if params.ignore_eos else self.manifest.tokenizer.eos_token_ids)
@@ -355,13 +342,9 @@ class Engine:
         return Costs(self.calibrate() if stored is None else stored, refined=True)
 
     def calibrate(self, seconds: float = SECONDS, progress: Progress | None = None) -> CostCurve:
-        """Measures the costs of steps on this machine, and stores them for engines that are opened later.
+        """Measures the costs of steps on this machine, in about ``seconds``, and stores them for later engines.
 
         They are not stored if the machine was too busy. Nothing else may use the engine meanwhile.
-
-        Args:
-            seconds: about how long it may take.
-            progress: reports the progress.
         """
         built = {
             name: self.loaded_methods[name]

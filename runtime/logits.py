@@ -10,10 +10,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import GenerationRules
@@ -32,13 +31,8 @@ class LogitsProcessor(Protocol):
     def apply(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
         """Changes each node's logits by the output so far and the draft tokens on the node's path.
 
-        Args:
-            logits: float32 ``[N,V]``, at every node of the tree; not modified.
-            tree: the tree of N nodes.
-            draft_tokens: int64 ``[N-1]``, the tokens of nodes 1 to N-1.
-
-        Returns:
-            The changed logits, float32 ``[N,V]``.
+        ``logits``, float32 ``[N,V]``, are those at every node of the tree, and not modified; ``draft_tokens``, int64
+        ``[N-1]``, are the tokens of nodes 1 to N-1. Returns the changed logits.
         """
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -62,7 +56,7 @@ class _OutputProcessor(LogitsProcessor):
 
     def apply(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
         changed: Floats = logits.copy()
-        for row, node in zip(changed, range(len(tree)), strict=True):
+        for node, row in enumerate(changed):
             path = draft_tokens[np.flatnonzero(tree.mask[node])[1:] - 1]
             self._change(row, np.array([*self._output, *path], np.int64))
         return changed
@@ -235,21 +229,19 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-def token_logprobs(
-    logits: npt.NDArray[np.float32], nodes: Sequence[int], tokens: Sequence[int], top: int
-) -> tuple[TokenLogprobs, ...]:
+def token_logprobs(logits: Floats, nodes: Sequence[int], tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities of the tokens a step committed.
 
     Args:
         logits: float32 ``[N,V]``, at every node of the verified tree.
         nodes: the node before each token: the root, then the accepted path.
-        tokens: the tokens; fewer than nodes if the output ended.
+        tokens: fewer than nodes if the output ended.
         top: number of most probable tokens to list.
     """
     return tuple(_at(logits[node], token, top) for node, token in zip(nodes, tokens, strict=False))
 
 
-def _at(row: npt.NDArray[np.float32], token: int, top: int) -> TokenLogprobs:
+def _at(row: Floats, token: int, top: int) -> TokenLogprobs:
     scores = row.astype(np.float64)
     scores -= scores.max()
     scores -= np.log(np.exp(scores).sum())
@@ -279,9 +271,7 @@ def processors(
     Tokens in ``ends`` are forbidden in the first ``min_tokens``; the output has at most ``remaining`` tokens.
 
     Raises:
-        RequestError: a bias or a stop is for a token that the model does not have, or a schema or a grammar cannot be
-            used.
-        BackendError: llguidance is not installed.
+        RequestError: a token is not the model's, or see :meth:`Grammars.constraint`.
     """
     for name in ("logit_bias", "stop_token_ids"):
         if wrong := [token for token in getattr(params, name) if token >= vocab_size]:
@@ -291,14 +281,12 @@ def processors(
         chain.append(SequenceBiases(params.rules, prompt))
     if params.penalized:
         chain.append(Penalties(params, prompt, ends, vocab_size, min_tokens))
-    stops, skips = tuple(params.stop_token_ids), params.skip_special_tokens
-    constraints: tuple[tuple[Kind, str | None], ...] = (
-        ("json_schema", cast("str | None", params.json_schema)),
-        ("grammar", params.grammar),
-    )
-    for param, text in constraints:
-        if text is not None:
-            chain.append(grammars.constraint(param, text, stop_token_ids=stops, skip_special_tokens=skips))
+    stops, skips = params.stop_token_ids, params.skip_special_tokens
+    chain += [
+        grammars.constraint(param, text, stop_token_ids=stops, skip_special_tokens=skips)
+        for param in get_args(Kind)
+        if (text := getattr(params, param)) is not None
+    ]
     if params.rules.change_logits:
         chain.append(Rules(params.rules, prompt, ends, vocab_size, remaining))
     return chain

@@ -112,7 +112,6 @@ class MachineRecord(Generic[Record]):
         return None
 
     def save(self, record: Record) -> None:
-        """Stores a result in place of the last one."""
         if self._path is None:
             return
         with contextlib.suppress(OSError, RuntimeError):

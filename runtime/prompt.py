@@ -43,16 +43,22 @@ class EmbedsPrompt:
 
 
 @dataclass(frozen=True)
-class Embeddings:
-    """The embeddings of a prompt.
+class EncodedPrompt:
+    """A prompt with embeddings as an engine reads it.
 
     Attributes:
-        rows: float32 ``[N,H]``.
-        at: int64 ``[P]``, the row for each position of the prompt; -1 for a token.
+        tokens: the token id of each position; for an embedding a negative number that only equal embeddings share, so
+            that texts can be compared by their tokens.
+        rows: float32 ``[N,H]``, the embeddings.
+        at: int64 ``[P]``, the row for each position; -1 for a token.
     """
 
+    tokens: list[int]
     rows: Floats
     at: Ints
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
     def put(self, start: int, inputs_embeds: Floats, embeds_mask: npt.NDArray[np.bool_]) -> None:
         """Writes the embeddings of T positions into a step graph's inputs.
@@ -66,22 +72,6 @@ class Embeddings:
         embeds_mask[:] = False
         embeds_mask[: len(part)] = part >= 0
         inputs_embeds[embeds_mask] = self.rows[part[part >= 0]]
-
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """A prompt with embeddings as an engine reads it.
-
-    Attributes:
-        tokens: the token id of each position; for an embedding a negative number that only equal embeddings share, so
-            that texts can be compared by their tokens.
-    """
-
-    tokens: list[int]
-    embeddings: Embeddings
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
 
 Prompt = str | Sequence[int] | EmbedsPrompt | EncodedPrompt
@@ -147,12 +137,6 @@ class PromptEncoder:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _encode_embeds(self, prompt: EmbedsPrompt) -> EncodedPrompt:
-        """Reads a prompt's parts.
-
-        Raises:
-            RequestError: a part has a wrong type, embeddings of another width or numbers that are not finite, or there
-                are too many positions; names the part.
-        """
         size, longest = self._manifest.target.embedding_size, self._manifest.max_seq_len
         if size is None:
             raise RequestError("the prompt has embeddings, but the bundle was built without --inputs-embeds")
@@ -162,21 +146,20 @@ class PromptEncoder:
         count = 0
         for index, part in enumerate(prompt.parts):
             name = f"prompt_embeds: part {index}"
-            content: list[int] | npt.NDArray[Any]
             if isinstance(part, str):
                 require_text(part, "prompt_embeds", "prompt")
-                content = list(self._tokenizer.encode(part, add_special_tokens=index == 0).ids)
+                part = np.array(self._tokenizer.encode(part, add_special_tokens=index == 0).ids, np.int64)
             else:
-                content = _array(part, name, size)
-            length = len(content)
+                part = _array(part, name, size)
+            length = len(part)
             if len(tokens) + length > longest:
                 raise RequestError(
                     f"prompt_embeds: {len(tokens) + length} positions up to part {index}, but this bundle's context "
                     f"holds {longest}, output included; shorten the prompt or build with a larger --max-seq-len"
                 )
-            if isinstance(content, np.ndarray) and content.ndim == 2:
+            if part.ndim == 2:
                 with np.errstate(over="ignore"):
-                    embeds = np.array(content, np.float32)
+                    embeds = np.array(part, np.float32)
                 if not np.isfinite(embeds).all():
                     raise RequestError(f"{name} has numbers that are not finite in float32")
                 tokens += [_mark(row) for row in embeds]
@@ -184,13 +167,13 @@ class PromptEncoder:
                 at.append(np.arange(count, count + length))
                 count += length
             else:
-                ids = [int(token) for token in content]
+                ids = part.tolist()
                 self._require_in_vocabulary(ids)
                 tokens += ids
                 at.append(np.full(length, -1))
         if not count:
             raise RequestError("prompt_embeds: no part holds embeddings; give a prompt of text or token ids as one")
-        return EncodedPrompt(tokens, Embeddings(np.concatenate(rows), np.concatenate(at)))
+        return EncodedPrompt(tokens, np.concatenate(rows), np.concatenate(at))
 
     def _require_in_vocabulary(self, tokens: Sequence[int]) -> None:
         limit = self._manifest.target.vocab_size

@@ -18,11 +18,13 @@ from specexport.runtime.backend import Array, Backend, Graph
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.logits import LogitsProcessor, TokenLogprobs
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.prompt import Embeddings
+from specexport.runtime.prompt import EncodedPrompt
 from specexport.runtime.sampling import Distributions, Floats
 
 Ints = npt.NDArray[np.int64]
 State = TypeVar("State")
+PLAIN_TREE = TokenTree.chain(1)
+"""The tree of a plain step."""
 
 
 @dataclass
@@ -40,7 +42,7 @@ class SlotView:
         lookup: the look-up method that proposes in this step instead of the request's method.
         options: the request's options of its method, if they differ from the proposer's.
         processors: logits processors, in the order in which they apply.
-        embeddings: the prompt's embeddings, whose tokens are negative numbers; None if there are none.
+        embeddings: the prompt if it has embeddings, whose tokens are negative numbers.
         prompt: number of prompt tokens.
         read_again: number of tokens that the target read again for the proposer although its cache held them.
         prompt_logprobs: those of the prompt's tokens read so far, from the second on, if requested.
@@ -56,26 +58,13 @@ class SlotView:
     lookup: str | None = field(default=None, kw_only=True)
     options: MethodOptions | None = None
     processors: Sequence[LogitsProcessor] = ()
-    embeddings: Embeddings | None = None
+    embeddings: EncodedPrompt | None = None
     prompt: int = field(init=False)
     read_again: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.prompt = len(self.tokens)
-
-
-@dataclass(frozen=True)
-class WiderStep:
-    """The tokens of a step that runs extra nodes besides the draft tokens.
-
-    Attributes:
-        tokens: int64 ``[T-1]``, the tokens of nodes 1..T-1: first the draft tokens.
-        tree: their tree, which begins with the proposal's nodes.
-    """
-
-    tokens: Ints
-    tree: TokenTree
 
 
 @dataclass(frozen=True)
@@ -87,14 +76,18 @@ class Proposal:
         tree: their tree; node 0 is the last committed token.
         q: the distributions they were drawn from; None if they were chosen without drawing (q = 1).
         candidates: int64 ``[depth,M]``, the candidates at each depth of the tree, most probable first.
-        wider: the step's tokens if it runs extra nodes, which are never accepted; else None.
+        wider: the proposal with the step's extra nodes after its own, which are never accepted; None without any.
     """
 
     tokens: Ints
     tree: TokenTree
     q: Distributions | None
     candidates: Ints
-    wider: WiderStep | None = None
+    wider: Proposal | None = None
+
+
+NOTHING = Proposal(np.empty(0, np.int64), PLAIN_TREE, None, np.empty((0, 1), np.int64))
+"""The proposal of a slot that takes a plain step."""
 
 
 class DeviceDraft(Protocol):
@@ -144,9 +137,7 @@ class Proposer(ABC):
     def prefill(self, view: SlotView, max_deferred: int = 0) -> bool:
         """Reads up to one chunk of a slot's text; returns whether more must be read.
 
-        Args:
-            view: the slot.
-            max_deferred: number of last tokens that may stay unread, for the run that drafts to read.
+        The last ``max_deferred`` tokens may stay unread, for the run that drafts to read.
         """
         return False
 
@@ -164,7 +155,7 @@ class Proposer(ABC):
 
         Args:
             view: the slot.
-            outputs: the target's outputs for the slot, without the batch dimension; copy them to keep them.
+            outputs: as in :meth:`observe`.
             past: position of the first token that the target read.
             rows: the rows of these tokens among the run's T, in order; tokens after the text's end were just accepted.
         """
@@ -210,10 +201,7 @@ def longest_chain(chains: Sequence[TokenTree], tree: TokenTree, tokens: Sequence
     Args:
         chains: those that the bundle verifies.
         tree: the slot's tree; longer chains are not proposed.
-        tokens: the expected next tokens, as many as are known; those after the chain are dropped.
-
-    Returns:
-        None if no chain is short enough.
+        tokens: the expected next tokens; None is returned if they fill no chain.
     """
     most = min(len(tokens), len(tree) - 1)
     chain = max((chain for chain in chains if len(chain) - 1 <= most), key=len, default=None)
@@ -315,6 +303,14 @@ def drawn(tree: TokenTree, rows: Ints, tokens: Ints, ids: Ints, probs: Floats) -
 
 
 @dataclass(frozen=True)
+class LoadedMethod:
+    """A method and its opened proposer."""
+
+    method: Method
+    proposer: Proposer
+
+
+@dataclass(frozen=True)
 class Opening:
     """Resources for opening proposers: the bundle, the backend, and the number of slots."""
 
@@ -323,11 +319,7 @@ class Opening:
     slots: int
 
     def graph(self, method: Method) -> Graph:
-        """Loads the graph of a method's own model.
-
-        Raises:
-            BackendError: the backend refuses it.
-        """
+        """Loads the graph of a method's own model."""
         assert method.signature is not None
         return self.backend.open(method.written_draft, self.slots, method.signature.buffers)
 
@@ -338,7 +330,6 @@ def open_proposer(method: Method, opening: Opening) -> Proposer:
     A struct that extends another method's may leave that out.
 
     Raises:
-        BackendError: the backend refuses a graph.
         RequestError: an option of the method does not fit the bundle.
     """
     modules = map(module_of, type(method).__mro__)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 
 from specexport.contract.errors import BackendError, ClosedError
-from specexport.contract.shapes import window
-from specexport.runtime.reader import common_prefix
+from specexport.runtime.outcome import Outcome
 from specexport.runtime.request import NO_METHOD, Chunk, Request
+from specexport.runtime.slots import Slots
 from specexport.runtime.speculation.policy import SpeculationPolicy
-from specexport.runtime.step_program import Outcome, StepProgram
+from specexport.runtime.step import StepProgram
 
 _MAX_FAILURES = 3
 """Failed turns in a row after which the engine counts as broken, rather than a request."""
+_CLOSED = "the engine is closed; load the bundle again"
 
 
 class Scheduler:
@@ -56,6 +57,11 @@ class Scheduler:
         since = 0.0 if began is None else time.perf_counter() - began
         return f"a turn has taken {since:.0f} seconds" if since > timeout else None
 
+    def require_open(self) -> None:
+        """Raises :class:`ClosedError` if the engine is closed."""
+        if self._closed:
+            raise ClosedError(_CLOSED)
+
     def submit(self, request: Request) -> None:
         """Puts a request into the queue.
 
@@ -63,9 +69,8 @@ class Scheduler:
             ClosedError: the engine is closed.
         """
         with self._lock:
-            if self._closed:
-                request.abandoned = True
-                raise ClosedError("the engine is closed; load the bundle again")
+            request.abandoned = self._closed
+            self.require_open()
             request.owner = threading.get_ident()
             request.began = self._clock()
             if request.bypass:
@@ -86,12 +91,10 @@ class Scheduler:
         with self._lock:
             if request.abandoned:
                 return None
-            if request.chunks:
-                return request.chunks.popleft()
-            if request.error is not None:
+            if request.error is not None and not request.chunks:
                 request.abandoned = True
                 raise request.error
-            return None
+            return request.chunks.popleft() if request.chunks else None
 
     def abandon(self, request: Request) -> None:
         """Ends a request that nobody reads any more before the next step."""
@@ -104,7 +107,7 @@ class Scheduler:
         with self._lock:
             self._closed = True
             while self._queue:
-                self._queue.popleft().error = ClosedError("the engine is closed; load the bundle again")
+                self._queue.popleft().error = ClosedError(_CLOSED)
             for request in self._running:
                 request.abandoned |= request.owner == threading.get_ident()
             self._wake_finished()
@@ -285,86 +288,3 @@ def _append(request: Request, outcome: Outcome) -> Chunk | None:
     except Exception as error:
         request.error = error
         return None
-
-
-class Slots:
-    """Assigns slots: keeps running requests in neighbouring slots, and reuses prefixes that a cache holds already.
-
-    A run takes a window of neighbouring slots, so gaps between running slots cost as much as requests. A freed slot
-    keeps its text: a prompt that begins like it, or like a running text, does not read that part again.
-    """
-
-    def __init__(self, program: StepProgram, reuse: bool) -> None:
-        self._program = program
-        self._sizes = program.sizes
-        self._reuse = reuse
-        self._texts: list[list[int]] = [[] for _ in range(self._sizes[-1])]
-        self._freed_at: list[int] = [0] * self._sizes[-1]
-        self._clock = 0
-        self._used: set[int] = set()
-
-    @property
-    def free(self) -> int:
-        return self._sizes[-1] - len(self._used)
-
-    def take(self, tokens: list[int], *, whole: bool = False) -> int:
-        """Assigns a slot to a text: one that keeps the window small and, among these, shares the longest prefix.
-
-        Args:
-            tokens: the text; the list is stored, as it will grow.
-            whole: whether all of it must be read, even if a cache holds a prefix.
-        """
-
-        def cost(slot: int) -> tuple[int, int, int]:
-            return len(window((*self._used, slot), self._sizes)), -self._shared(slot, tokens), self._freed_at[slot]
-
-        slot = min((slot for slot in range(self._sizes[-1]) if slot not in self._used), key=cost)
-        self._program.share(slot, slot, 0 if whole else self._shared(slot, tokens))
-        self._used.add(slot)
-        self._texts[slot] = tokens
-        return slot
-
-    def begin(self, slot: int) -> int:
-        """Copies a text's prefix from the slot that holds most of it; returns the number of tokens not to be read.
-
-        Called just before the text would be read, so that concurrent requests read a shared prefix once.
-        """
-        tokens, filled = self._texts[slot], self._program.filled(slot)
-        shared = [(self._shared(source, tokens), source) for source in range(self._sizes[-1]) if source != slot]
-        prefix, source = max(shared, default=(0, slot))
-        if prefix > filled:
-            self._program.share(source, slot, prefix)
-        return max(prefix, filled)
-
-    def _shared(self, slot: int, tokens: Sequence[int]) -> int:
-        """Number of a slot's rows that a prompt can reuse, at most all but its last token, the first step's root."""
-        if not self._reuse:
-            return 0
-        rows = min(common_prefix(self._texts[slot], tokens), self._program.filled(slot), len(tokens) - 1)
-        return self._program.reusable(slot, rows)
-
-    def leave(self, slot: int) -> None:
-        """Frees a slot; its text stays for prompts with the same prefix."""
-        self._used.discard(slot)
-        self._texts[slot] = list(self._texts[slot])
-        self._clock += 1
-        self._freed_at[slot] = self._clock
-
-    def next_move(self) -> tuple[int, int] | None:
-        """A move of a request, as two slots, that makes the window smaller; None if there is none."""
-        if not self._used or len(window(self._used, self._sizes)) == len(self._least(self._used)):
-            return None
-        goal = self._least(self._used)
-        source = next(slot for slot in sorted(self._used) if slot not in goal)
-        return source, min((slot for slot in goal if slot not in self._used), key=lambda slot: self._freed_at[slot])
-
-    def _least(self, used: Collection[int]) -> range:
-        """The smallest window for as many slots; of these, the one that needs the fewest moves."""
-        size = next(size for size in self._sizes if size >= len(used))
-        starts = range(self._sizes[-1] - size + 1)
-        return max((range(start, start + size) for start in starts), key=lambda at: len(set(at) & set(used)))
-
-    def record_move(self, source: int, to: int) -> None:
-        self._used.remove(source)
-        self._used.add(to)
-        self._texts[to], self._texts[source] = self._texts[source], list(self._texts[source])

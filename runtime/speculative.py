@@ -24,7 +24,7 @@ from specexport.contract.options import Options, option
 from specexport.contract.tree import TokenTree
 from specexport.contract.values import plain, shown, token_ids
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.step_program import PLAIN_TREE
+from specexport.runtime.proposal import PLAIN_TREE
 
 _speculation = partial(option, group="speculation")
 
@@ -228,9 +228,6 @@ def available_methods(manifest: Manifest, requested: Sequence[MethodOptions] = (
     """The methods that work with a bundle: the ones it was built for, and all that need no graph.
 
     ``requested`` are options of methods that need no graph, in place of the bundle's or the defaults.
-
-    Raises:
-        BuildError: a requested method needs a graph, or proposes chains that the bundle does not verify.
     """
     replacements: dict[str, TextMethod] = {}
     for method in requested:

@@ -112,14 +112,9 @@ class KeptStates:
                     state[slot] = new_states[name.replace("past_", "new_", 1)][at]
 
     def commit(self, slot: int, past: int, nodes: Sequence[int], blocks: Sequence[Array], at: int) -> None:
-        """Keeps the rows of a step's tokens that became text.
+        """Keeps the rows of a step's tokens ``nodes``, which became text after a slot's first ``past`` tokens.
 
-        Args:
-            slot: the slot.
-            past: number of tokens before the step.
-            nodes: indices of the tokens among the step's.
-            blocks: of :meth:`outputs`.
-            at: the slot's index in them.
+        The rows are in the ``blocks`` of :meth:`outputs`, at the slot's index ``at``.
         """
         self._written[slot] = max(self._written[slot] if past else 0, past + len(nodes))
         for block, new in zip(self._blocks, blocks, strict=True):

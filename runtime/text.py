@@ -129,7 +129,7 @@ class TextStream:
         if stops and self._pushed > self._min_tokens:
             self.stopped = True
             text = pending.take(min(stops))
-            pending.clear()
+            self._pending = _PendingText()
             return free + text
         return free + pending.take(min((pending.beginning(stop) for stop in self._stop), default=len(pending)))
 
@@ -173,10 +173,6 @@ class _PendingText:
         self._visible = [at - end for at in self._visible if at >= end]
         self._whole = self._whole[end:]
         return text
-
-    def clear(self) -> None:
-        """Removes all text."""
-        self._whole, self._visible = "", []
 
     def _readings(self) -> Iterator[tuple[str, Sequence[int]]]:
         """The whole text and, if it differs, the visible text, each with its characters' indices in the whole."""

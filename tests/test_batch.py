@@ -14,12 +14,12 @@ from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import batch_points, window
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, RequestError, SamplingParams, Stream
-from specexport.runtime.proposal import SlotView
+from specexport.runtime.outcome import StepResult
+from specexport.runtime.proposal import PLAIN_TREE, SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Slots
 from specexport.runtime.speculation.policy import SpeculationPolicy
-from specexport.runtime.step import HostProgram
-from specexport.runtime.step_program import PLAIN_TREE, StepResult
+from specexport.runtime.step import StepProgram
 from tests.fixtures import Bundles, Engines
 from tests.manifests import curve
 from tests.reference import chi_square_p, exact_texts
@@ -317,19 +317,19 @@ def test_decoding_never_stalls_for_more_than_a_chunk(
     generous: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    real_prefill, real_step = HostProgram.prefill, HostProgram.step
+    real_prefill, real_step = StepProgram.prefill, StepProgram.step
 
-    def prefill(self: HostProgram, sequence: Any, alone: bool = False) -> bool:
+    def prefill(self: StepProgram, sequence: Any, alone: bool = False) -> bool:
         calls.append("chunk")
         return real_prefill(self, sequence, alone)
 
-    def step(self: HostProgram, sequences: Any) -> StepResult:
+    def step(self: StepProgram, sequences: Any) -> StepResult:
         calls.append("step")
         return real_step(self, sequences)
 
     single = generous("llama-near-batch")
-    monkeypatch.setattr(HostProgram, "prefill", prefill)
-    monkeypatch.setattr(HostProgram, "step", step)
+    monkeypatch.setattr(StepProgram, "prefill", prefill)
+    monkeypatch.setattr(StepProgram, "step", step)
     first = single.stream([5, 6, 7], GREEDY.replace(max_tokens=100))
     next(first)
     others = [single.stream(prompt, GREEDY) for prompt in prompts(2, 6, 400)]
@@ -367,7 +367,7 @@ def test_an_error_in_a_step_ends_its_requests_and_no_others(
     streams = started(first.stream([5, 6, 7], GREEDY) for _ in range(3))
     next(streams[0])
     with monkeypatch.context() as patch:
-        patch.setattr(HostProgram, "step", lambda *_: 1 / 0)
+        patch.setattr(StepProgram, "step", lambda *_: 1 / 0)
         for stream in streams[:2]:
             with pytest.raises(ZeroDivisionError):
                 while True:
@@ -402,10 +402,10 @@ def test_a_batch_size_the_bundle_was_not_built_for_is_refused(bundle: Bundles) -
 def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle: Bundles) -> None:
     """Logits of a tree padded to another width, beside slots that take no part."""
     from specexport.contract import tensors
-    from specexport.runtime.proposal import Proposal, SlotView
+    from specexport.runtime.proposal import NOTHING, Proposal, SlotView
 
     with Engine.load(bundle("llama-near-batch"), threads=1) as loaded:
-        program = HostProgram(loaded.manifest, loaded._target, loaded.loaded_methods)
+        program = StepProgram(loaded.manifest, loaded._target, loaded.loaded_methods)
         noise, tree = np.random.default_rng(0), TokenTree((-1, 0))
         views = {slot: SlotView(slot, [9 + slot, 20, 30 + slot], GREEDY, noise, tree) for slot in (1, 3, 6)}
         for view in views.values():
@@ -414,12 +414,12 @@ def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle: Bundles) -> None:
                 pass
         proposals = {
             1: Proposal(np.array([44]), tree, None, np.array([[44]])),
+            3: NOTHING,
             6: Proposal(np.arange(50, 57), TokenTree.chain(8), None, np.arange(50, 57)[:, None]),
         }
         together = program._verify(list(views.values()), proposals)
         for slot, view in views.items():
-            alone = program._verify([view], {s: p for s, p in proposals.items() if s == slot})
-            nodes = len(proposals[slot].tree) if slot in proposals else 1
+            alone, nodes = program._verify([view], {slot: proposals[slot]}), len(proposals[slot].tree)
             np.testing.assert_allclose(
                 together[slot][tensors.LOGITS][:nodes], alone[slot][tensors.LOGITS][:nodes], atol=2e-5
             )

@@ -158,6 +158,12 @@ def test_a_bundle_in_the_hubs_cache_runs(copy: Path, snapshot: Path, tmp_path: P
     assert texts == [texts[0]] * 4
 
 
+def test_a_bundle_of_hard_links_runs(copy: Path, tmp_path: Path) -> None:
+    linked = shutil.copytree(copy, tmp_path / "linked", copy_function=os.link)
+    with Engine.load(linked, threads=1) as engine:
+        assert len(engine.generate([5, 8, 5], SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
+
+
 def test_targets_of_hub_links_are_hashed(snapshot: Path) -> None:
     blob = (snapshot / "target" / "step.onnx").resolve()
     blob.write_bytes(blob.read_bytes()[::-1])

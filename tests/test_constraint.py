@@ -13,11 +13,12 @@ import pytest
 from hypothesis import strategies as st
 
 from specexport.contract.tree import TokenTree
-from specexport.runtime import Engine, RequestError, SamplingParams, step
+from specexport.runtime import Engine, RequestError, SamplingParams
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.json_schema import prepared
 from specexport.runtime.proposal import Proposal, SlotView
 from specexport.runtime.speculative import PLAIN
+from specexport.runtime.step import StepProgram
 from tests.fixtures import Engines
 from tests.reference import same_p
 
@@ -335,9 +336,9 @@ def decoded(
             likely = bound.apply(rows, tree, drafted)[node].argmax()
             for child in tree.children[node]:
                 drafted[child - 1] = random.choice([likely, likely, likely, EOS, random.integers(vocab)])
-        proposal = Proposal(drafted, tree, None, drafted[:, None]) if len(tree) > 1 else None
+        proposal = Proposal(drafted, tree, None, drafted[:, None])
         view = SlotView(0, [5, *text], params, random, tree, processors=[bound])
-        path, bonus = step._accept(rows, proposal, view)
+        path, bonus = StepProgram._accept(view, proposal, rows)
         new = [*(int(drafted[node - 1]) for node in path), bonus]
         bound.advance(new)
         bound.check()

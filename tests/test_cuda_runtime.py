@@ -11,14 +11,8 @@ import pytest
 from specexport.contract.errors import BackendError
 from specexport.contract.model import CacheLayer
 from specexport.runtime.backends.cuda.api import Cuda, CudaGraph, CudaStream, OutOfDeviceMemoryError
-from specexport.runtime.backends.cuda.memory import (
-    BufferLayout,
-    Device,
-    DeviceCache,
-    MemoryPlan,
-    NewRows,
-    StagingBuffers,
-)
+from specexport.runtime.backends.cuda.cache import DeviceCache, NewRows
+from specexport.runtime.backends.cuda.memory import Device, MemoryPlan, StagingBuffers, block_size
 from tests.cuda_stand_in import FRESH, StandIn, real
 from tests.null_cuda.bindings import NullRuntime
 
@@ -39,10 +33,10 @@ def device(cuda: Cuda) -> Device:
 
 
 def _staged(device: Device, arrays: dict[str, np.ndarray]) -> tuple[StagingBuffers, object]:
-    layout, plan = BufferLayout(arrays), MemoryPlan()
-    plan.add("all", layout.nbytes)
+    plan = MemoryPlan()
+    plan.add("all", block_size(arrays))
     memory = plan.allocate(device, "a test")
-    return StagingBuffers(device, layout, memory["all"]), memory
+    return StagingBuffers(device, arrays, memory["all"]), memory
 
 
 @pytest.mark.parametrize("kind", [StandIn, NullRuntime])
@@ -73,13 +67,13 @@ def test_real_package_accepts_arguments_and_reports_no_driver() -> None:
     stream = object.__new__(CudaStream)
     stream._cuda, stream._rt, stream.handle = cuda, real, 16
     captured = CudaGraph(cuda, 16, 16)
-    captured._close.detach()
+    captured.close.detach()
     kinds = "no NVIDIA driver|no GPU|supports CUDA"
     for call in (
         lambda: cuda.allocate(64),
-        lambda: cuda.free(256),
+        lambda: cuda.call("cudaFree", 256),
         lambda: cuda.allocate_pinned(64),
-        lambda: cuda.free_pinned(256),
+        lambda: cuda.call("cudaFreeHost", 256),
         lambda: CudaStream(cuda),
         lambda: stream.synchronize(),
         lambda: stream.copy(256, 512, 8),

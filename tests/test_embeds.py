@@ -13,7 +13,7 @@ from specexport import LLM, AsyncEngine
 from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
-from specexport.runtime.prompt import Embeddings
+from specexport.runtime.prompt import EncodedPrompt
 from specexport.runtime.speculative import PLAIN
 from specexport.tree_search import record_proposals
 from tests.fixtures import Bundles, Engines
@@ -164,7 +164,7 @@ def test_wrong_prompts_are_explained(engine: Engines) -> None:
 
 
 def test_embeddings_lie_where_they_are_read() -> None:
-    held = Embeddings(np.arange(6, dtype=np.float32).reshape(3, 2), np.array([-1, 0, 1, -1, 2]))
+    held = EncodedPrompt([0] * 5, np.arange(6, dtype=np.float32).reshape(3, 2), np.array([-1, 0, 1, -1, 2]))
     inputs, mask = np.full((3, 2), 9, np.float32), np.ones(3, np.bool_)
     for start, expected, at in ((0, [[9, 9], [0, 1], [2, 3]], [0, 1, 1]), (4, [[4, 5], [0, 1], [2, 3]], [1, 0, 0])):
         held.put(start, inputs, mask)

@@ -18,7 +18,8 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import RunShape
 from specexport.runtime.backends.onnxruntime import kernels
-from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph, open_session
+from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
+from specexport.runtime.backends.onnxruntime.session import open_session
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN, Speculative
 from tests.fixtures import Bundles

@@ -66,7 +66,7 @@ def test_stages_of_speech_recognition_and_their_counters(tmp_path: Path, capsys:
         decoder = AutoModelForCausalLM.from_pretrained(speech.DECODER, dtype=torch.float32).eval()
         layer = decoder.get_input_embeddings()
         read = engine.encode(prompt)
-        start = torch.tensor(read.embeddings.rows)
+        start = torch.tensor(read.rows)
         before, after = (
             layer(torch.tensor(engine.tokenizer.encode(text).ids)) for text in (speech.BEFORE, speech.AFTER)
         )

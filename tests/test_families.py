@@ -33,8 +33,8 @@ from specexport.exporter.passes.fix_sizes import fix_drafts
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate
 from specexport.graphs.step import StepModule
 from specexport.runtime import SamplingParams
-from specexport.runtime.backends.onnxruntime.graph import open_session
 from specexport.runtime.backends.onnxruntime.kernels import kernels
+from specexport.runtime.backends.onnxruntime.session import open_session
 from tests.checkpoints import FAMILIES, GROUPED, LAYERS_DIFFER, MAX_POSITIONS, VOCAB, WINDOW, make_checkpoint
 from tests.reference import draw_candidates
 from tests.test_weights import stored_graph

@@ -22,8 +22,8 @@ from specexport.contract import tensors
 from specexport.contract.reading import read_manifest
 from specexport.runtime.backend import RunShape
 from specexport.runtime.backends.cuda import api
+from specexport.runtime.backends.cuda.cache import DeviceCache
 from specexport.runtime.backends.cuda.graph import DeviceGraph
-from specexport.runtime.backends.cuda.memory import DeviceCache
 from tests.cuda_stand_in import StandIn, real
 from tests.fixtures import Bundles
 from tests.onnxruntime_stand_in import Binding, OnnxRuntimeGpu, Session

@@ -12,7 +12,7 @@ from specexport.contract.model import CacheLayer
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
-from specexport.runtime.backends.onnxruntime import graph_cache
+from specexport.runtime.backends.onnxruntime import session
 from specexport.runtime.backends.onnxruntime.cache import Rows
 from specexport.runtime.machine import remove_unused
 from specexport.runtime.speculative import PLAIN
@@ -47,12 +47,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     real, paths = onnxruntime.InferenceSession, list[Path]()
 
-    def session(path: str, *arguments: Any, **named: Any) -> Any:
+    def opening(path: str, *arguments: Any, **named: Any) -> Any:
         result = real(path, *arguments, **named)
         paths.append(Path(path))
         return result
 
-    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", opening)
     return paths
 
 
@@ -89,7 +89,7 @@ def test_damaged_or_unwritable_files_are_recreated(
     monkeypatch.setenv("SPECEXPORT_CACHE", os.devnull)
     assert greedy_texts(quantized) == without
     monkeypatch.setenv("SPECEXPORT_CACHE", str(cache / "full"))
-    monkeypatch.setattr(graph_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr(session.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     assert greedy_texts(quantized) == without
     assert not [*(cache / "full").glob("graphs/*")]
 

@@ -11,8 +11,8 @@ import pytest
 
 from specexport.contract.errors import BackendError
 from specexport.runtime.backends.onnxruntime import kernels
-from specexport.runtime.backends.onnxruntime.graph import open_session
 from specexport.runtime.backends.onnxruntime.kernels import PackedWeights
+from specexport.runtime.backends.onnxruntime.session import open_session
 from tests.reference import plain_session
 
 onnx = pytest.importorskip("onnx")

@@ -135,7 +135,7 @@ def test_a_launched_graph_does_its_copies_and_fills_each_time(cuda: Cuda, memory
     [
         ("cuda.allocate(4)", "not allowed in a capture"),
         ("cuda.allocate_pinned(4)", "not allowed in a capture"),
-        ("cuda.free(taken)", "not allowed in a capture"),
+        ('cuda.call("cudaFree", taken)', "not allowed in a capture"),
         ("stream.synchronize()", "waits in a capture"),
         ("other.synchronize()", "waits in a capture"),
         ("cuda.call('cudaEventSynchronize', event)", "waits in a capture"),
@@ -171,7 +171,7 @@ def test_refused_calls_break_the_capture(cuda: Cuda, stream: CudaStream) -> None
 def test_other_threads_may_do_all_of_it(cuda: Cuda, stream: CudaStream, read_report: Callable[[], log.Report]) -> None:
     def meanwhile() -> None:
         other = CudaStream(cuda)
-        cuda.free(cuda.allocate(4))
+        cuda.call("cudaFree", cuda.allocate(4))
         other.synchronize()
 
     with ThreadPoolExecutor(1) as pool:
@@ -226,14 +226,14 @@ def test_out_of_bounds_accesses_are_named(
     illegal = [call.illegal for call in read_report().illegal]
     assert illegal == ["reaches behind an allocation", "copies between rows that overlap"]
     with pytest.raises(BackendError, match="cudaErrorInvalidValue"):
-        cuda.free(memory.device + 4)
+        cuda.call("cudaFree", memory.device + 4)
 
 
 def test_memory_ends(cuda: Cuda) -> None:
     with pytest.raises(OutOfDeviceMemoryError, match="the GPU has no room"):
         cuda.allocate(1 << 50)
     free, _ = cuda.memory()
-    cuda.free(cuda.allocate(1 << 20))
+    cuda.call("cudaFree", cuda.allocate(1 << 20))
     assert cuda.memory()[0] == free
 
 
@@ -263,7 +263,7 @@ def test_launches_belong_to_the_graph_that_runs(cuda: Cuda, read_report: Callabl
     runtime.mark("step another way")
     step()
     stream.synchronize()
-    cuda.free(cuda.allocate(4))
+    cuda.call("cudaFree", cuda.allocate(4))
     run("program/accept.m1.onnx", 1)
     runtime.mark("stepped")
     report = read_report()

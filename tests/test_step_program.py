@@ -14,10 +14,10 @@ from specexport.contract.manifest import GenerationRules
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda.library import Enqueue
+from specexport.runtime.proposal import PLAIN_TREE
 from specexport.runtime.request import Completion, Request, Stream, complete
 from specexport.runtime.speculation.policy import SpeculationPolicy
 from specexport.runtime.speculative import PLAIN
-from specexport.runtime.step_program import PLAIN_TREE
 from tests.compiled import compiled
 from tests.fixtures import Bundles, Engines
 from tests.step_program import GREEDY, SAMPLED, TYPICAL, program_of, same

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from specexport.contract.errors import BackendError
@@ -132,8 +132,8 @@ def graph_per_engine() -> Iterator[None]:
     """Context in which engines capture the parts of a step separately, so that each can be timed."""
     capture = Steps._capture
 
-    def parts(self: Steps, execution: Execution, divided: Callable[[list[Enqueue]], list[Enqueue]]) -> bool:
-        return execution != "graph per step" and capture(self, execution, divided)
+    def parts(self: Steps, execution: Execution) -> bool:
+        return execution != "graph per step" and capture(self, execution)
 
     with _replaced(Steps, "_capture", parts):
         yield

@@ -11,10 +11,8 @@ import socket
 import sys
 from typing import Any
 
-from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import SpecExportError
-from specexport.runtime.backend import Graph
-from specexport.runtime.backends.onnxruntime.segments import open_rank
+from specexport.runtime.backend import Graph, open_backend
 from specexport.runtime.backends.ranks import ORPHANED, Job, ProcessGroup, RankLostError, Run
 from specexport.runtime.bundle import Bundle
 
@@ -28,7 +26,8 @@ def main() -> int:
     peers = {rank: socket.socket(fileno=number) for rank, number in job.peers.items()}
     group = ProcessGroup(job.rank, peers, mmap.mmap(job.memory, 0))
     try:
-        graph = _open(job, group)
+        backend: Any = open_backend(Bundle.open(job.bundle, check_hashes=False), job.options)
+        graph = backend.follow(job, group)
         group.barrier()
         while (message := _receive()) is not None:
             _run(graph, message)
@@ -47,22 +46,14 @@ def _receive() -> Any:
     return None
 
 
-def _open(job: Job, group: ProcessGroup) -> Graph:
-    bundle = Bundle.open(job.bundle, check_hashes=False)
-    if job.options.name not in ENGINE_RUNTIMES:
-        return open_rank(bundle, job, group)
-    from specexport.runtime.backends.cuda.backend import CudaBackend
-
-    return CudaBackend(bundle, job.options).follow(job, group)
-
-
 def _run(graph: Graph, message: Run) -> None:
-    for name, arguments in message.changes:
+    changes, shape, arrays = message
+    for name, arguments in changes:
         getattr(graph, name)(*arguments)
-    inputs = graph.inputs(message.shape)
-    for name, array in message.inputs.items():
+    inputs = graph.inputs(shape)
+    for name, array in arrays.items():
         inputs[name][...] = array
-    graph.run(message.shape)
+    graph.run(shape)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ _FOLLOWER = "specexport.runtime.backends.follower"
 
 Change = tuple[str, tuple[Any, ...]]
 """A method of :class:`~specexport.runtime.backend.Graph` that changes the cache, and its arguments."""
+Run = tuple[Sequence[Change], RunShape, Mapping[str, Array]]
+"""A later message to a follower: the changes of its cache since the last run, in order, and a run's inputs."""
 Combine = Callable[[str, Array, Array], None]
 """Combines a tensor of all ranks, from its name and a rank's part; writes the result into the last argument."""
 
@@ -70,12 +72,10 @@ class RankLostError(BackendError):
 
 
 class ProcessGroup:
-    """Combines the parts of all ranks in shared memory.
+    """Combines the parts of all ranks in shared memory; see :data:`Combine`.
 
-    Args:
-        rank: this process's rank.
-        peers: a socket to each of the others.
-        memory: two blocks for each rank, as some may still read one while others write the next.
+    ``peers`` has a socket to each of the other ranks, and ``memory`` two blocks for each rank, as some may still read
+    one while others write the next.
 
     Attributes:
         timeout: seconds to wait for a rank; None waits for ever.
@@ -91,7 +91,6 @@ class ProcessGroup:
             peer.setblocking(False)
 
     def __call__(self, name: str, part: Array, whole: Array) -> None:
-        """See :data:`Combine`; sums are in the order of ranks, so equal on all of them."""
         flat, parts = part.reshape(-1), []
         several = flat.size > _BLOCK
         for start in range(0, flat.size, _BLOCK):
@@ -168,27 +167,13 @@ class Job:
     peers: Mapping[int, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A later message to a follower: the changes of its cache since the last run, in order, and a run's inputs."""
-
-    changes: Sequence[Change]
-    shape: RunShape
-    inputs: Mapping[str, Array]
-
-
 class Followers:
-    """The processes of all ranks but the first, and the messages to them.
-
-    Args:
-        job: the settings that all of them share.
+    """The processes of all ranks but the first, and the messages to them; ``job`` is what they share.
 
     Attributes:
+        close: ends them; later calls do nothing.
         lost: the rank that ended while the first one waited for a device, if any.
         group: combines the first rank's parts with theirs.
-
-    Raises:
-        BackendError: this system cannot start them.
     """
 
     def __init__(self, bundle: Bundle, job: Job) -> None:
@@ -226,7 +211,7 @@ class Followers:
             for end in ends[rank].values():
                 end.close()
         self.group = ProcessGroup(0, ends[0], self._memory)
-        self._finalizer = weakref.finalize(self, _stop, list(self._processes.values()), list(ends[0].values()))
+        self.close = weakref.finalize(self, _stop, list(self._processes.values()), list(ends[0].values()))
 
     def wait_until_open(self) -> None:
         """Returns when every rank has opened its part; from then on a silent rank counts as lost.
@@ -253,9 +238,9 @@ class Followers:
         try:
             if self._error is not None:
                 raise self._error
-            message, self._changes = Run(self._changes, shape, inputs), []
             for rank in self._processes:
-                self._send(rank, message)
+                self._send(rank, (self._changes, shape, inputs))
+            self._changes = []
             outputs = run(shape)
         except RankLostError as lost:
             self.give_up(lost)
@@ -295,10 +280,6 @@ class Followers:
             "the bundle again"
         )
         raise self._error from None
-
-    def close(self) -> None:
-        """Ends them; later calls do nothing."""
-        self._finalizer()
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]], peers: Iterable[socket.socket]) -> None:

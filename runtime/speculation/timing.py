@@ -21,9 +21,9 @@ from specexport.contract.values import Progress
 from specexport.runtime.backend import Backend, Graph
 from specexport.runtime.machine import MachineRecord
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposal import Proposal, Proposer, SlotView
+from specexport.runtime.proposal import LoadedMethod, Proposal, Proposer, SlotView
 from specexport.runtime.speculation.costs import Cost, CostCurve, Costs, MethodCosts
-from specexport.runtime.step_program import LoadedMethod, StepProgram
+from specexport.runtime.step import StepProgram
 
 SECONDS = 3.0
 """Default limit of a measurement in seconds, unless single steps are slower than that allows."""

@@ -22,7 +22,8 @@ from specexport.contract.tensors import CARRIED, COLLECTIVES, Tensor
 from specexport.contract.values import Progress, counted
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.method import exporter_of
-from specexport.runtime.bundle import Bundle, without_links
+from specexport.runtime.backends.links import without_links
+from specexport.runtime.bundle import Bundle
 from specexport.tables import Styled, Table
 from specexport.verify import engines, logits
 from specexport.verify.logits import NotRunError, Numbers, Outcome

@@ -34,8 +34,9 @@ from specexport.exporter.graph_checks import relative_rms
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.backends.cuda.library import choose
 from specexport.runtime.backends.cuda.trt import check_version, load_engine
-from specexport.runtime.backends.onnxruntime.graph import import_onnxruntime
-from specexport.runtime.bundle import Bundle, open_linked
+from specexport.runtime.backends.links import open_linked
+from specexport.runtime.backends.onnxruntime.session import import_onnxruntime
+from specexport.runtime.bundle import Bundle
 
 Feed = dict[str, Array]
 _Values = dict[str, npt.ArrayLike]

@@ -26,7 +26,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda.device_program import DeviceProgram
 from specexport.runtime.request import complete
 from specexport.runtime.speculative import PLAIN
-from specexport.runtime.step import HostProgram
+from specexport.runtime.step import StepProgram
 from tests.null_cuda.bindings import NullRuntime, install, speculate_always
 from tests.streams import started
 
@@ -183,7 +183,7 @@ class DryRun:
         self.asked = ""
         self.stepping = False
         self.problems: list[str] = []
-        for program in (DeviceProgram, HostProgram):
+        for program in (DeviceProgram, StepProgram):
             self._mark_steps(runtime, program)
 
     def _mark_steps(self, runtime: NullRuntime, program: Any) -> None:

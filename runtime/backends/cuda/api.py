@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
 import weakref
@@ -38,14 +39,8 @@ class CudaDevice:
 class Cuda:
     """The CUDA runtime on the first device, which becomes the calling thread's current one.
 
-    Addresses and handles are plain integers. Every call raises on any status but success.
-
-    Attributes:
-        bindings: the module ``cuda.bindings.runtime``.
-        device: the device.
-
-    Raises:
-        BackendError: there is no driver or no device; gives the remedy.
+    Addresses and handles are plain integers. Every call raises on any status but success. ``bindings`` is the module
+    ``cuda.bindings.runtime``.
     """
 
     def __init__(self, bindings: Any) -> None:
@@ -61,11 +56,7 @@ class Cuda:
 
     @classmethod
     def load(cls) -> Cuda:
-        """Opens the device through the installed ``cuda-bindings``.
-
-        Raises:
-            BackendError: the package, a driver or the device is missing.
-        """
+        """Opens the device through the installed ``cuda-bindings``."""
         try:
             bindings = importlib.import_module("cuda.bindings.runtime")
         except ImportError as error:
@@ -81,22 +72,18 @@ class Cuda:
         return int(free), int(total)
 
     def allocate(self, nbytes: int) -> int:
-        """Allocates device memory, aligned to at least 256 bytes, with undefined content; returns its address.
-
-        Raises:
-            OutOfDeviceMemoryError: there is too little.
-        """
+        """Allocates device memory, aligned to at least 256 bytes, with undefined content; returns its address."""
         return int(self.call("cudaMalloc", nbytes, nbytes=nbytes))
-
-    def free(self, address: int) -> None:
-        self.call("cudaFree", address)
 
     def allocate_pinned(self, nbytes: int) -> int:
         """Allocates page-locked host memory, which the device copies directly; returns its address."""
         return int(self.call("cudaHostAlloc", nbytes, self.bindings.cudaHostAllocDefault))
 
-    def free_pinned(self, address: int) -> None:
-        self.call("cudaFreeHost", address)
+    def finalizer(self, owner: object, name: str, handle: int) -> Callable[[], object]:
+        """A function that frees a handle by the call ``name``, at the latest with its owner; later calls do nothing."""
+        finalizer = weakref.finalize(owner, self.call, name, handle)
+        finalizer.atexit = False  # the driver frees everything when a process ends
+        return finalizer
 
     def call(self, name: str, *arguments: Any, nbytes: int = 0) -> Any:
         """Calls a function of the CUDA runtime; ``nbytes`` is the size of an allocation, for errors."""
@@ -150,7 +137,7 @@ class CudaStream:
     garbage collection is undefined.
 
     Attributes:
-        handle: the stream's handle, for libraries.
+        handle: for libraries.
         waits: number of waits for its work, for measurements.
         capturing: whether its work is being recorded.
     """
@@ -213,17 +200,19 @@ class CudaStream:
             self._rt.cudaGraphDestroy(graph)
         self._rt.cudaGetLastError()
 
-    def capture_all(self, work: Sequence[Callable[[], None]]) -> list[CudaGraph] | BackendError:
-        """Captures each piece of work; returns the error instead if one of them cannot be captured."""
+    def capture_all(self, work: Sequence[Launch]) -> BackendError | None:
+        """Captures all pieces of work; returns the error, and captures none, if one of them cannot be captured."""
         captured: list[CudaGraph] = []
         try:
-            for enqueue in work:
-                captured.append(self.capture(enqueue))  # noqa: PERF401  # those before a failure must be closed
+            for launch in work:
+                captured.append(self.capture(launch.enqueue))  # noqa: PERF401  # those before a failure must be closed
         except BackendError as error:
             for graph in captured:
                 graph.close()
             return error
-        return captured
+        for launch, graph in zip(work, captured, strict=True):
+            launch.run, launch.close = graph.launch, graph.close
+        return None
 
     def close(self) -> None:
         """Destroys the stream once its work is done; later calls do nothing."""
@@ -233,21 +222,34 @@ class CudaStream:
 
 
 class CudaGraph:
-    """A CUDA graph of work on one stream."""
+    """A CUDA graph of work on one stream; :attr:`close` destroys it, and may be called again."""
 
     def __init__(self, cuda: Cuda, stream: int, executable: int) -> None:
         self._cuda = cuda
         self._stream = stream
         self._executable = executable
-        self._close = weakref.finalize(self, cuda.call, "cudaGraphExecDestroy", executable)
-        self._close.atexit = False  # the driver frees everything when a process ends
+        self.close = cuda.finalizer(self, "cudaGraphExecDestroy", executable)
 
     def launch(self) -> None:
         self._cuda.call("cudaGraphLaunch", self._executable, self._stream)
 
-    def close(self) -> None:
-        """Destroys the graph; later calls do nothing."""
-        self._close()
+
+class Launch:
+    """Work for a stream, enqueued call by call until :meth:`CudaStream.capture_all` captures it.
+
+    Attributes:
+        enqueue: enqueues it call by call.
+        run: enqueues it, or launches its graph.
+        close: destroys its graph, if any.
+    """
+
+    def __init__(self, enqueue: Callable[[], None]) -> None:
+        self.enqueue = self.run = enqueue
+        self.close: Callable[[], object] = lambda: None
+
+    def watch(self, around: Callable[[Callable[[], None]], None]) -> None:
+        """Calls ``around`` with :attr:`run` instead of it from now on."""
+        self.run = functools.partial(around, self.run)
 
 
 class DeviceThread:

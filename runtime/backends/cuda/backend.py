@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import cast, get_args
 
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BackendError
@@ -14,7 +14,7 @@ from specexport.runtime.backend import BackendOptions, Buffers, Graph
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.backends.cuda.device_program import DeviceProgram
 from specexport.runtime.backends.cuda.graph import DeviceGraph
-from specexport.runtime.backends.cuda.library import Enqueue, Execution, Library, worst
+from specexport.runtime.backends.cuda.library import Enqueue, Execution, Library
 from specexport.runtime.backends.cuda.memory import Device
 from specexport.runtime.backends.cuda.nccl import Communicator, Nccl
 from specexport.runtime.backends.cuda.ort import OnnxRuntimeLibrary
@@ -23,8 +23,8 @@ from specexport.runtime.backends.cuda.steps import Steps
 from specexport.runtime.backends.cuda.trt import EngineLibrary
 from specexport.runtime.backends.ranks import ORPHANED, Followers, Job, ProcessGroup, RankLostError
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.step import HostProgram
-from specexport.runtime.step_program import LoadedMethod, StepProgram
+from specexport.runtime.proposal import LoadedMethod
+from specexport.runtime.step import StepProgram
 
 
 class CudaBackend:
@@ -32,9 +32,6 @@ class CudaBackend:
 
     Attributes:
         graphs: the opened graphs, the target's first.
-
-    Raises:
-        BackendError: a package, a driver or a device is missing.
     """
 
     kernels = kernels_build = ""
@@ -67,7 +64,9 @@ class CudaBackend:
     @property
     def execution(self) -> Execution:
         """The way in which steps reach the device; if the host drives them, the slowest way of any graph."""
-        return self._steps.execution if self._steps is not None else worst(graph.execution for graph in self.graphs)
+        if self._steps is not None:
+            return self._steps.execution
+        return min((graph.execution for graph in self.graphs), key=get_args(Execution).index, default="plain")
 
     @property
     def device(self) -> str:
@@ -81,11 +80,7 @@ class CudaBackend:
         return next((reason for reason in reasons if reason), "")
 
     def open(self, model: Model, slots: int, buffers: Buffers) -> DeviceGraph:
-        """Loads a model's graph; see :class:`~specexport.runtime.backend.Backend`.
-
-        Raises:
-            BackendError: the library does not run this number of slots, the graph is refused, or it does not fit.
-        """
+        """Loads a model's graph; see :class:`~specexport.runtime.backend.Backend`."""
         sizes = self._library.batch_sizes
         if slots not in sizes:
             raise BackendError(
@@ -150,11 +145,7 @@ class CudaBackend:
         return graph
 
     def follow(self, job: Job, group: ProcessGroup) -> DeviceGraph:
-        """Opens a rank's part of the target; the process exits when another rank ends, even while the device waits.
-
-        Raises:
-            BackendError: see :meth:`open`.
-        """
+        """Opens a rank's part of the target; the process exits when another rank ends, even while the device waits."""
         model, nccl, buffers = self._bundle.manifest.target, Nccl(), self._bundle.manifest.target_signature.buffers
         group.barrier()
         communicator = nccl.join(job.unique_id, job.rank, len(model.ranks))
@@ -171,9 +162,9 @@ class CudaBackend:
     def _program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
         manifest = self._bundle.manifest
         graphs = self._library.program()
-        host = HostProgram(manifest, target, loaded_methods, self.execution)
+        execution = self.execution
         if not graphs or not isinstance(target, DeviceGraph):
-            return host
+            return StepProgram(manifest, target, loaded_methods, execution)
         try:
             variants = StepVariants(manifest, target, loaded_methods, graphs)
             self._steps = Steps(self._shared, target, graphs, variants.all)
@@ -181,7 +172,7 @@ class CudaBackend:
             for executor in graphs.values():
                 executor.close()
             raise
-        return DeviceProgram(host, target, self.stream, variants, self._steps)
+        return DeviceProgram(manifest, target, loaded_methods, execution, self.stream, variants, self._steps)
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
         """Calls ``around`` with every launch instead, for measurements."""

@@ -14,28 +14,19 @@ from specexport.contract.errors import BackendError
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
 from specexport.runtime.backend import Array, Buffers, Graph, RunShape
-from specexport.runtime.backends.cuda.api import CudaGraph
+from specexport.runtime.backends.cuda.api import Launch
+from specexport.runtime.backends.cuda.cache import DeviceCache, NewRows
 from specexport.runtime.backends.cuda.library import Enqueue, Execution, Executor
-from specexport.runtime.backends.cuda.memory import (
-    BufferLayout,
-    Device,
-    DeviceCache,
-    MemoryPlan,
-    NewRows,
-    StagingBuffers,
-    Tensor,
-)
+from specexport.runtime.backends.cuda.memory import Device, MemoryPlan, StagingBuffers, Tensor, block_size
 from specexport.runtime.backends.cuda.repeat import (
     PASTS,
-    RepeatedCalls,
     call_arrays,
     call_of,
+    repeated_calls,
     repeated_points,
     write_pasts,
 )
 
-_Piece = tuple[Enqueue, Callable[[Enqueue], None]]
-"""Work to capture, and a function that replaces it by the launch of the captured graph."""
 _Place = tuple[int, int]
 """The cache's rows, and the window's first slot."""
 
@@ -52,7 +43,7 @@ class RunBuffers:
     inputs: StagingBuffers
     outputs: StagingBuffers
     enqueues: dict[_Place, Enqueue] = field(default_factory=dict)
-    launches: dict[_Place, Enqueue] = field(default_factory=dict)
+    launches: dict[_Place, Launch] = field(default_factory=dict)
 
 
 class DeviceGraph(Graph):
@@ -69,11 +60,7 @@ class DeviceGraph(Graph):
     Attributes:
         execution: how runs reach the device.
         fallback: why runs are not captured; empty if they are.
-        cache: the model's cache.
         in_place: whether the graph writes its rows into the cache.
-
-    Raises:
-        BackendError: it does not fit, or the library refuses it.
     """
 
     def __init__(
@@ -100,19 +87,19 @@ class DeviceGraph(Graph):
         fed = 0 if self.in_place else max(point.fed for point in built)
         self.cache = DeviceCache(device, model.cache, slots, executor.cache_dtype, self.cache_sizes, fed)
         self._new_rows: NewRows | None = None
-        self._captured: list[CudaGraph] = []
         points = {_uncached(point): point for point in self._points}
-        layouts = {key: self._layouts(point, buffers) for key, point in points.items()}
-        call = next((call_arrays(point, self._follow_up, buffers) for point in self._repeated), {})
-        of_call = BufferLayout(call)
+        arrays = {key: buffers(point) for key, point in points.items()}
+        for point in self._repeated:
+            arrays[_uncached(point)][0][PASTS] = np.zeros((point.drafts, point.batch), np.int64)
+        of_call = next((call_arrays(point, self._follow_up, buffers) for point in self._repeated), {})
 
         plan = MemoryPlan()
         self.cache.plan(plan)
         plan.add("workspace", executor.workspace)
-        plan.add("call", of_call.nbytes)
-        for inputs, outputs in layouts.values():  # only one of them runs at a time
-            plan.add("inputs", inputs.nbytes)
-            plan.add("outputs", outputs.nbytes)
+        plan.add("call", block_size(of_call))
+        for inputs, outputs in arrays.values():  # only one of them runs at a time
+            plan.add("inputs", block_size(inputs))
+            plan.add("outputs", block_size(outputs))
         self._memory = plan.allocate(device, f"the {role}'s cache and buffers")
         self.cache.place(self._memory)
         self._call = StagingBuffers(device, of_call, self._memory["call"])
@@ -122,14 +109,17 @@ class DeviceGraph(Graph):
                 StagingBuffers(device, inputs, self._memory["inputs"]),
                 StagingBuffers(device, outputs, self._memory["outputs"]),
             )
-            for key, (inputs, outputs) in layouts.items()
+            for key, (inputs, outputs) in arrays.items()
         }
-        pieces = [piece for point in sorted(self._points) for piece in self._prepare_pieces(point)]
-        for run, _ in pieces:  # again, as other points have changed the memory that onnxruntime divides among nodes
-            device.warm_up(run)
-        self.execution: Execution = "plain"
-        self.fallback = ""
-        self._capture(pieces)
+        self._pieces = [piece for point in sorted(self._points) for piece in self._prepare_runs(point)]
+        # Again, as other points have changed the memory that onnxruntime divides among nodes.
+        for piece in self._pieces:
+            device.warm_up(piece.run)
+        error = device.stream.capture_all(self._pieces)
+        self.execution: Execution = "graph per engine" if error is None else "plain"
+        self.fallback = "" if error is None else str(error)
+        if error is not None:
+            self.watch(device.thread.run)
 
     @property
     def self_contained(self) -> bool:
@@ -165,16 +155,12 @@ class DeviceGraph(Graph):
 
     def _run(self, shape: RunShape) -> dict[str, Array]:
         buffers = self.begin(shape)
-        buffers.launches[self.cache.rows, shape.slots.start]()
+        buffers.launches[self.cache.rows, shape.slots.start].run()
         self._device.stream.synchronize()
         return buffers.outputs.host
 
     def begin(self, shape: RunShape) -> RunBuffers:
-        """Checks the inputs of a run that is about to be enqueued; returns its buffers.
-
-        Raises:
-            BackendError: the cache has no room for its rows.
-        """
+        """Checks the inputs of a run that is about to be enqueued; returns its buffers."""
         buffers, point = self.buffers(shape), shape.point(self.cache.rows)
         if tensors.PAST_LENGTH in buffers.inputs.host:
             past = int(buffers.inputs.host[tensors.PAST_LENGTH].max())
@@ -191,14 +177,15 @@ class DeviceGraph(Graph):
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
         for buffers in self._buffers.values():
-            for place, launch in buffers.launches.items():
-                buffers.launches[place] = functools.partial(around, launch)
+            for launch in buffers.launches.values():
+                launch.watch(around)
 
     def close(self) -> None:
         """Frees everything; first the library's part, which may still use the stream and our memory."""
         self._device.stream.synchronize()
-        for captured in self._captured:
-            captured.close()
+        for piece in self._pieces:
+            piece.close()
+        self._pieces.clear()
         for buffers in self._buffers.values():
             buffers.launches.clear()
             buffers.enqueues.clear()
@@ -210,75 +197,44 @@ class DeviceGraph(Graph):
         self._memory.close()
 
     def buffers(self, shape: RunShape) -> RunBuffers:
-        """The buffers and launches for a run.
-
-        Raises:
-            BackendError: the graph has no such shape.
-        """
+        """The buffers and launches for a run."""
         self._require(shape.point(self.cache.rows))
         return self._buffers[shape.point(0)]
 
-    def _layouts(self, point: ShapePoint, buffers: Buffers) -> tuple[BufferLayout, BufferLayout]:
-        inputs, outputs = buffers(point)
-        pasts = {PASTS: np.zeros((point.drafts, point.batch), np.int64)} if point in self._repeated else {}
-        return BufferLayout(inputs | pasts), BufferLayout(outputs)
-
-    def _prepare_pieces(self, point: ShapePoint) -> list[_Piece]:
-        """Prepares a point's runs and warms them up, so that libraries initialize before they are captured."""
+    def _prepare_runs(self, point: ShapePoint) -> list[Launch]:
+        """Prepares a point's runs and warms them up, so that libraries initialize; returns the work to capture."""
         buffers = self._buffers[_uncached(point)]
-        pieces: list[_Piece] = []
+        pieces: list[Launch] = []
         for slots in (range(first, first + point.batch) for first in range(0, self._slots, point.batch)):
-            calls: list[Enqueue] = []
             if point in self._repeated:
                 enqueue, calls = self._repeat(point, slots, buffers)
             else:
-                enqueue = self._prepare(point, slots, buffers.inputs.device | buffers.outputs.device)
-            run = functools.partial(self._run_with_copies, buffers, enqueue)
-            self._device.warm_up(run)
+                enqueue, calls = self._prepare(point, slots, buffers.inputs.device | buffers.outputs.device), []
+            launch = Launch(functools.partial(_run_with_copies, buffers, enqueue))
+            self._device.warm_up(launch.run)
             place = (point.cache, slots.start)
-            buffers.enqueues[place], buffers.launches[place] = enqueue, run
-            if calls and not self.in_place:
-                pieces += [(call, functools.partial(calls.__setitem__, at)) for at, call in enumerate(calls)]
-            else:
-                pieces.append((run, functools.partial(buffers.launches.__setitem__, place)))
+            buffers.enqueues[place], buffers.launches[place] = enqueue, launch
+            pieces += calls if calls and not self.in_place else [launch]
         return pieces
 
-    def _run_with_copies(self, buffers: RunBuffers, enqueue: Enqueue) -> None:
-        buffers.inputs.upload()
-        enqueue()
-        buffers.outputs.download()
-
-    def _repeat(self, point: ShapePoint, slots: range, buffers: RunBuffers) -> tuple[Enqueue, list[Enqueue]]:
+    def _repeat(self, point: ShapePoint, slots: range, buffers: RunBuffers) -> tuple[Enqueue, list[Launch]]:
         """A run of several calls of the engine, and these calls."""
 
         def prepare(tokens: int, arrays: dict[str, Tensor]) -> Enqueue:
             return self._prepare(call_of(point, tokens), slots, arrays)
 
-        calls = RepeatedCalls(
-            self._device, buffers.inputs.device, buffers.outputs.device, self._call.device, prepare
-        ).calls()
+        inputs, outputs = buffers.inputs.device, buffers.outputs.device
+        calls = list(map(Launch, repeated_calls(self._device, inputs, outputs, self._call.device, prepare)))
 
         def enqueue() -> None:
             for index, call in enumerate(calls):
-                call()
+                call.run()
                 tokens = self._follow_up if index else point.tokens
                 for slot in () if self.in_place else slots:
                     past = int(buffers.inputs.host[PASTS][index, slot - slots.start])
                     self.cache.move(slot, past, range(tokens), NewRows(tokens, slots))
 
         return enqueue, calls
-
-    def _capture(self, pieces: Sequence[_Piece]) -> None:
-        """Captures every piece, or none if one of them cannot be captured."""
-        captured = self._device.stream.capture_all([enqueue for enqueue, _ in pieces])
-        if isinstance(captured, BackendError):
-            self.fallback = str(captured)
-            self.watch(self._device.thread.run)
-            return
-        self._captured = captured
-        for (_, replace), graph in zip(pieces, captured, strict=True):
-            replace(graph.launch)
-        self.execution = "graph per engine"
 
     def _prepare(self, point: ShapePoint, slots: range, arrays: dict[str, Tensor]) -> Enqueue:
         """Prepares a run at a shape point; ``arrays`` are all inputs and outputs but the caches."""
@@ -289,6 +245,12 @@ class DeviceGraph(Graph):
             new_rows = self.cache.new_rows(point.fed, slots)
             returned = {name.replace("past_", "new_", 1): rows for name, rows in new_rows.items()}
         return self._executor.prepare(point, arrays | caches | returned, self._memory["workspace"])
+
+
+def _run_with_copies(buffers: RunBuffers, enqueue: Enqueue) -> None:
+    buffers.inputs.upload()
+    enqueue()
+    buffers.outputs.download()
 
 
 def _runnable(points: Collection[ShapePoint], slots: int, role: str) -> set[ShapePoint]:

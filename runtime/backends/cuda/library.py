@@ -6,8 +6,8 @@ Only one thread calls them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from specexport.runtime.backends.cuda.nccl import Communicator
 from specexport.runtime.bundle import Bundle
 
 Execution = Literal["host", "plain", "graph per engine", "graph per step"]
-"""The way in which work reaches a device, if there is one: by calls, or by a captured graph an engine or a step."""
-_WORST_FIRST: tuple[Execution, ...] = get_args(Execution)
+"""The way in which work reaches a device, if there is one: by calls, or by a captured graph an engine or a step; the
+slowest first."""
 CACHE_TYPES: dict[ComputedIn, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),
     "fp16": np.dtype(np.float16),
@@ -33,36 +33,24 @@ Enqueue = Callable[[], None]
 """Enqueues a run of a graph on the stream, with the addresses that it was prepared for."""
 
 
-def worst(executions: Iterable[Execution]) -> Execution:
-    """The slowest of several executions."""
-    return min(executions, key=_WORST_FIRST.index, default="plain")
-
-
 class Executor(Protocol):
-    """Runs a compiled graph at its shape points, in the caller's memory."""
+    """Runs a compiled graph at its shape points, in the caller's memory.
 
-    @property
-    def points(self) -> frozenset[ShapePoint]:
-        """The shapes it runs at."""
+    Attributes:
+        points: the shapes it runs at.
+        cache_dtype: the element type of the KV cache; two-byte integers if NumPy lacks the type.
+        workspace: bytes of scratch memory that it needs; 0 if its library allocates it.
+    """
 
-    @property
-    def cache_dtype(self) -> np.dtype[Any]:
-        """The element type of the KV cache; two-byte integers if NumPy lacks the type."""
-
-    @property
-    def workspace(self) -> int:
-        """Bytes of scratch memory that it needs; 0 if its library allocates it."""
+    points: frozenset[ShapePoint]
+    cache_dtype: np.dtype[Any]
+    workspace: int
 
     def prepare(self, point: ShapePoint, tensors: Mapping[str, Tensor], workspace: Region) -> Enqueue:
         """Prepares runs at a shape point.
 
-        Args:
-            point: the shape.
-            tensors: all inputs and outputs by name; their addresses must not change.
-            workspace: scratch memory of at least :attr:`workspace` bytes, which all points share.
-
-        Raises:
-            BackendError: the library refuses the graph, the shape or an address.
+        ``tensors`` are all inputs and outputs, whose addresses must not change; ``workspace`` is scratch memory of at
+        least :attr:`workspace` bytes, which all points share.
         """
 
     def close(self) -> None:
@@ -70,11 +58,7 @@ class Executor(Protocol):
 
 
 def choose(engines: Sequence[CompiledEngine], runtime: EngineRuntime, device: CudaDevice) -> list[CompiledEngine]:
-    """The engines of a graph that run on a device.
-
-    Raises:
-        BackendError: there are none; lists the existing engines and gives the remedy.
-    """
+    """The engines of a graph that run on a device."""
     candidates = [engine for engine in engines if engine.runtime == runtime]
     if not candidates:
         raise BackendError(
@@ -111,11 +95,7 @@ class Library(ABC):
         return sorted({p.batch for engine in engines for p in engine.profiles if p.rows == p.tokens})
 
     def open(self, graph: Model | ProgramGraph, communicator: Communicator | None = None) -> Executor:
-        """Opens a graph; ranks of a split model combine their parts through the communicator.
-
-        Raises:
-            BackendError: there are no engines for this device, or they cannot be loaded.
-        """
+        """Opens a graph; ranks of a split model combine their parts through the communicator."""
         return self._open(graph, choose(graph.engines, self.name, self._device.cuda.device), communicator)
 
     def program(self) -> dict[ProgramGraph, Executor]:

@@ -1,18 +1,15 @@
-"""Device memory, planned and then allocated as one block; buffers that mirror it on the host; and the KV cache."""
+"""Device memory, planned and then allocated as one block, and buffers that mirror it on the host."""
 
 from __future__ import annotations
 
 import ctypes
-import itertools
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from specexport.contract.model import CacheLayer
-from specexport.runtime.backend import Array, caches_by_shape
+from specexport.runtime.backend import Array
 from specexport.runtime.backends.cuda.api import Cuda, CudaStream, DeviceThread, OutOfDeviceMemoryError
 
 ALIGNMENT = 256
@@ -40,11 +37,7 @@ class MemoryBudget:
         return int(self._total * self._utilization) - (self._total - self._cuda.memory()[0])
 
     def require(self, nbytes: int, purpose: str) -> None:
-        """Checks that an allocation fits.
-
-        Raises:
-            OutOfDeviceMemoryError: it does not; says how much is available, and the remedy.
-        """
+        """Checks that an allocation fits."""
         available = self.available
         if nbytes > available:
             raise OutOfDeviceMemoryError(
@@ -96,11 +89,7 @@ class MemoryPlan:
         self._sizes[name] = max(nbytes, self._sizes.get(name, 0))
 
     def allocate(self, device: Device, purpose: str) -> Memory:
-        """Allocates all regions as one block.
-
-        Raises:
-            OutOfDeviceMemoryError: it does not fit.
-        """
+        """Allocates all regions as one block."""
         total = sum(map(align, self._sizes.values()))
         device.budget.require(total, purpose)
         base = address = device.cuda.allocate(max(total, ALIGNMENT))
@@ -112,19 +101,14 @@ class MemoryPlan:
 
 
 class Memory:
-    """One allocation and its regions by name; freed by :meth:`close` or with its last reference."""
+    """One allocation and its regions by name; freed by :attr:`close` or with its last reference."""
 
     def __init__(self, cuda: Cuda, base: int, regions: Mapping[str, Region]) -> None:
         self._regions = dict(regions)
-        self._close = weakref.finalize(self, cuda.free, base)
-        self._close.atexit = False  # the driver frees everything when a process ends
+        self.close = cuda.finalizer(self, "cudaFree", base)
 
     def __getitem__(self, name: str) -> Region:
         return self._regions[name]
-
-    def close(self) -> None:
-        """Frees it; later calls do nothing."""
-        self._close()
 
 
 @dataclass(frozen=True)
@@ -140,49 +124,39 @@ class Tensor:
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
-class BufferLayout:
-    """The layout of arrays in one block of memory, one after the other.
+def block_size(arrays: Mapping[str, Array]) -> int:
+    """Bytes of a block that holds arrays, one after the other."""
+    return sum(align(array.nbytes) for array in arrays.values())
 
-    The arrays hold the initial values of the host's copy.
-    """
 
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self.arrays = dict(arrays)
-        self.offsets: dict[str, int] = {}
-        self.nbytes = 0
-        for name, array in self.arrays.items():
-            self.offsets[name] = self.nbytes
-            self.nbytes += align(array.nbytes)
-
-    def tensors(self, address: int) -> dict[str, Tensor]:
-        """The arrays by name, in a block of device memory at this address."""
-        return {
-            name: Tensor(address + self.offsets[name], array.dtype, array.shape) for name, array in self.arrays.items()
-        }
+def tensors_at(address: int, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+    """The place of such arrays in a block on the device."""
+    tensors = {}
+    for name, array in arrays.items():
+        tensors[name] = Tensor(address, array.dtype, array.shape)
+        address += align(array.nbytes)
+    return tensors
 
 
 class StagingBuffers:
     """Arrays in pinned host memory and, with the same layout, in device memory, so that one copy moves all of them.
 
-    Attributes:
-        host: the arrays on the host, by name.
-        device: the arrays on the device, by name.
+    ``arrays`` hold the initial values of the host's copy.
     """
 
-    def __init__(self, device: Device, layout: BufferLayout, region: Region) -> None:
-        assert layout.nbytes <= region.nbytes
+    def __init__(self, device: Device, arrays: Mapping[str, Array], region: Region) -> None:
+        self._nbytes = block_size(arrays)
+        assert self._nbytes <= region.nbytes
         self._device = device
         self._region = region
-        self._nbytes = layout.nbytes
-        self._pinned = device.cuda.allocate_pinned(max(layout.nbytes, ALIGNMENT))
-        self._close = weakref.finalize(self, device.cuda.free_pinned, self._pinned)
-        self._close.atexit = False
-        everything: Array = np.ctypeslib.as_array((ctypes.c_uint8 * layout.nbytes).from_address(self._pinned))
+        self._pinned = device.cuda.allocate_pinned(max(self._nbytes, ALIGNMENT))
+        self._free = device.cuda.finalizer(self, "cudaFreeHost", self._pinned)
+        everything: Array = np.ctypeslib.as_array((ctypes.c_uint8 * self._nbytes).from_address(self._pinned))
         everything[:] = 0
         self.host: dict[str, Array] = {}
-        self.device = layout.tensors(region.address)
-        for name, array in layout.arrays.items():
-            offset = layout.offsets[name]
+        self.device = tensors_at(region.address, arrays)
+        for name, array in arrays.items():
+            offset = self.device[name].address - region.address
             self.host[name] = everything[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
             self.host[name][...] = array
 
@@ -202,165 +176,4 @@ class StagingBuffers:
     def close(self) -> None:
         """Frees the host's memory, whose arrays must not be used any more."""
         self.host.clear()
-        self._close()
-
-
-@dataclass(frozen=True)
-class NewRows:
-    """A run's new rows that lie outside the cache: ``fed`` rows for each of some slots."""
-
-    fed: int
-    slots: range
-
-
-class DeviceCache:
-    """The keys and values of all layers: a block ``[L,B,Hkv,S,D]`` for each shape of a layer's rows.
-
-    Blocks have the size of the largest cache from the start, and smaller caches use their front, so that growing takes
-    no memory.
-
-    Args:
-        batch: B, the number of slots.
-        dtype: the type of keys and values.
-        sizes: the possible numbers of rows of a slot, ascending.
-        fed: the greatest number of new rows of a run, if the graph returns them instead of writing them into the cache;
-            else 0.
-
-    Attributes:
-        rows: S, the present number of rows of a slot.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        layers: Sequence[CacheLayer],
-        batch: int,
-        dtype: np.dtype[Any],
-        sizes: Sequence[int],
-        fed: int,
-    ) -> None:
-        self._device = device
-        self._batch = batch
-        self._dtype = dtype
-        self._sizes = tuple(sizes)
-        self._fed = fed
-        self._members = caches_by_shape(layers)
-        self.rows = self._sizes[0]
-        self._memory: Memory | None = None
-
-    def plan(self, plan: MemoryPlan) -> None:
-        """Adds its regions to a plan."""
-        widest = 0
-        for (heads, width), members in self._members.items():
-            plan.add(f"cache.{heads}x{width}", len(members) * self._stride(heads, width, self._sizes[-1]))
-            if self._fed:
-                plan.add(f"cache.new.{heads}x{width}", len(members) * self._stride(heads, width, self._fed))
-            widest = max(widest, width * self._dtype.itemsize)
-        if len(self._sizes) > 1:
-            plan.add("cache.plane", self._sizes[-2] * widest)
-
-    def place(self, memory: Memory) -> None:
-        """Takes its regions and fills them with zeros."""
-        self._memory = memory
-        for heads, width in self._members:
-            region = memory[f"cache.{heads}x{width}"]
-            self._device.stream.fill(region.address, 0, region.nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cache at its present size."""
-        return sum(
-            len(members) * self._batch * heads * self.rows * width * self._dtype.itemsize
-            for (heads, width), members in self._members.items()
-        )
-
-    def tensors(self, rows: int, slots: range) -> dict[str, Tensor]:
-        """The layers' caches for neighbouring slots, ``[B,Hkv,rows,D]``, by input name."""
-        return self._parts("", rows, slots)
-
-    def new_rows(self, fed: int, slots: range) -> dict[str, Tensor]:
-        """The memory for a run's new rows, ``[B,Hkv,fed,D]``, by the cache's input name; all windows share it."""
-        return self._parts("new.", fed, range(len(slots)))
-
-    def _parts(self, kind: str, rows: int, slots: range) -> dict[str, Tensor]:
-        parts = {}
-        for (heads, width), members in self._members.items():
-            base, stride = self._base(f"{kind}{heads}x{width}"), self._stride(heads, width, rows)
-            first = slots.start * heads * rows * width * self._dtype.itemsize
-            for index, member in enumerate(members):
-                parts[member] = Tensor(base + index * stride + first, self._dtype, (len(slots), heads, rows, width))
-        return parts
-
-    def _stride(self, heads: int, width: int, rows: int) -> int:
-        """Bytes from a layer's part of a block to the next layer's; parts are aligned, as libraries require."""
-        return align(self._batch * heads * rows * width * self._dtype.itemsize)
-
-    def _base(self, name: str) -> int:
-        assert self._memory is not None
-        return self._memory[f"cache.{name}"].address
-
-    def resize(self, rows: int) -> None:
-        """Moves the rows apart for a larger size, or together for a smaller one, in place.
-
-        Each plane is copied via a spare one, as its old and new places may overlap. Growing begins with the last plane,
-        and shrinking with the first, so that no plane is overwritten before it is moved.
-        """
-        old, self.rows = self.rows, rows
-        for (heads, width), members in self._members.items():
-            base, spare = self._base(f"{heads}x{width}"), self._base("plane")
-            before, after = self._stride(heads, width, old), self._stride(heads, width, rows)
-            row = width * self._dtype.itemsize
-            planes = list(itertools.product(range(len(members)), range(self._batch * heads)))[1:]  # the first stays
-            for layer, plane in reversed(planes) if rows > old else planes:
-                nbytes = min(old, rows) * row
-                self._device.stream.copy(spare, base + layer * before + plane * old * row, nbytes)
-                self._device.stream.copy(base + layer * after + plane * rows * row, spare, nbytes)
-
-    def copy(self, source: int, to: int, rows: int) -> None:
-        for (heads, width), members in self._members.items():
-            pitch = self.rows * width * self._dtype.itemsize
-            base, stride = self._base(f"{heads}x{width}"), self._stride(heads, width, self.rows)
-            for layer in range(len(members)):
-                at, nbytes = base + layer * stride, rows * width * self._dtype.itemsize
-                to_slot, from_slot = (at + slot * heads * pitch for slot in (to, source))
-                self._device.stream.copy_rows(to_slot, pitch, from_slot, pitch, nbytes, heads)
-
-    def move(self, slot: int, past: int, nodes: Sequence[int], new: NewRows | None) -> None:
-        """Moves the rows of a run's tokens ``nodes`` to the place after a slot's first ``past`` rows.
-
-        ``new`` describes the run's rows if they lie outside the cache; None if they are in it, from ``past`` on.
-        """
-        for (heads, width), members in self._members.items():
-            row = width * self._dtype.itemsize
-            to, to_pitch = self._base(f"{heads}x{width}"), self.rows * row
-            to_stride = self._stride(heads, width, self.rows)
-            source, pitch, stride = to + past * row, to_pitch, to_stride
-            at = slot
-            if new is not None:
-                pitch, stride = new.fed * row, self._stride(heads, width, new.fed)
-                source, at = self._base(f"new.{heads}x{width}"), slot - new.slots.start
-            # A layer's planes are equally spaced; with one slot, those of all layers may be.
-            uniform = self._batch == 1 and to_stride == heads * to_pitch and stride == heads * pitch
-            layers, planes = (1, len(members) * heads) if uniform else (len(members), heads)
-            for first, node, count in _runs(nodes, skip=new is None):
-                for layer in range(layers):
-                    to_row = to + layer * to_stride + slot * heads * to_pitch + (past + first) * row
-                    from_row = source + layer * stride + at * heads * pitch + node * row
-                    self._device.stream.copy_rows(to_row, to_pitch, from_row, pitch, count * row, planes)
-
-
-def _runs(nodes: Sequence[int], *, skip: bool) -> list[tuple[int, int, int]]:
-    """Groups rows that one copy can move: their new place, their first node, and their number.
-
-    ``skip`` leaves out rows that are in place.
-    """
-    runs: list[tuple[int, int, int]] = []
-    for to, node in enumerate(nodes):
-        if skip and to == node:
-            continue
-        if not skip and runs and runs[-1][1] + runs[-1][2] == node:
-            first, start, count = runs[-1]
-            runs[-1] = (first, start, count + 1)
-        else:
-            runs.append((to, node, 1))
-    return runs
+        self._free()

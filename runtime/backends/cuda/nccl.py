@@ -32,9 +32,6 @@ class Nccl:
     """The library, from the package ``nvidia-nccl-cu13`` or the system.
 
     TensorRT looks it up by name, and finds the library that is loaded here.
-
-    Raises:
-        BackendError: it is missing.
     """
 
     def __init__(self) -> None:
@@ -57,11 +54,7 @@ class Nccl:
         return bytes(unique_id)
 
     def join(self, unique_id: bytes, rank: int, ranks: int) -> Communicator:
-        """Joins a communicator on the thread's current device, and waits for all ranks.
-
-        Raises:
-            BackendError: NCCL cannot connect them; gives the reason.
-        """
+        """Joins a communicator on the thread's current device, and waits for all ranks."""
         handle = ctypes.c_void_p()
         rank_id = _UniqueId.from_buffer_copy(unique_id)
         _call(self._library, "ncclCommInitRank", ctypes.byref(handle), ranks, rank_id, rank)
@@ -88,25 +81,21 @@ class Communicator:
         self._closing, self._calling = threading.Lock(), threading.Lock()
 
     def all_reduce(self, part: Tensor, stream: int) -> None:
-        """Enqueues the sum of all ranks' parts, which replaces ``part``.
-
-        Raises:
-            BackendError: NCCL refuses, or the communicator is closed.
-        """
-        count, kind = part.nbytes // part.dtype.itemsize, _KINDS[part.dtype.name]
-        self._enqueue("ncclAllReduce", part.address, part.address, count, (kind, _SUM), stream)
+        """Enqueues the sum of all ranks' parts, which replaces ``part``."""
+        self._enqueue("ncclAllReduce", part, part, (_SUM,), stream)
 
     def all_gather(self, part: Tensor, whole: Tensor, stream: int) -> None:
         """Enqueues the copy of all ranks' parts into ``whole``, in the order of ranks; see :meth:`all_reduce`."""
-        count, kind = part.nbytes // part.dtype.itemsize, _KINDS[part.dtype.name]
-        self._enqueue("ncclAllGather", part.address, whole.address, count, (kind,), stream)
+        self._enqueue("ncclAllGather", part, whole, (), stream)
 
-    def _enqueue(self, name: str, source: int, to: int, count: int, settings: tuple[int, ...], stream: int) -> None:
+    def _enqueue(self, name: str, part: Tensor, to: Tensor, operation: tuple[int, ...], stream: int) -> None:
+        count, kind = part.nbytes // part.dtype.itemsize, _KINDS[part.dtype.name]
         with self._calling:
             if self._handle is None:
                 raise BackendError(f"{name}: a rank ended, and with it the ranks' communicator")
-            pointers, number = (ctypes.c_void_p(source), ctypes.c_void_p(to)), ctypes.c_size_t(count)
-            _call(self._library, name, *pointers, number, *settings, self._handle, ctypes.c_void_p(stream))
+            pointers = ctypes.c_void_p(part.address), ctypes.c_void_p(to.address)
+            settings = ctypes.c_size_t(count), kind, *operation, self._handle, ctypes.c_void_p(stream)
+            _call(self._library, name, *pointers, *settings)
 
     def close(self) -> None:
         """Closes the communicator from any thread, and aborts calls that wait for other ranks; may be called again."""

@@ -21,7 +21,8 @@ from specexport.runtime.backends.cuda.api import DEVICE
 from specexport.runtime.backends.cuda.library import CACHE_TYPES, Enqueue, Library
 from specexport.runtime.backends.cuda.memory import Device, Region, Tensor, align
 from specexport.runtime.backends.cuda.nccl import Communicator
-from specexport.runtime.bundle import Bundle, open_linked
+from specexport.runtime.backends.links import open_linked
+from specexport.runtime.bundle import Bundle
 from specexport.runtime.machine import disable_telemetry
 
 MINIMUM = (1, 31)
@@ -50,11 +51,7 @@ _, _JOIN = COLLECTIVES
 
 
 def import_onnxruntime() -> Any:
-    """Imports the onnxruntime for GPUs.
-
-    Raises:
-        BackendError: it is missing, too old, or the one for CPUs, whose module has the same name.
-    """
+    """Imports the onnxruntime for GPUs."""
     disable_telemetry()
     try:
         import onnxruntime
@@ -81,11 +78,7 @@ def import_onnxruntime() -> Any:
 
 
 class OnnxRuntimeLibrary(Library):
-    """A bundle's graphs in onnxruntime.
-
-    Raises:
-        BackendError: onnxruntime-gpu is missing or too old.
-    """
+    """A bundle's graphs in onnxruntime."""
 
     def __init__(self, bundle: Bundle, device: Device) -> None:
         super().__init__(bundle, device, "onnxruntime-cuda")
@@ -118,11 +111,7 @@ class OnnxRuntimeLibrary(Library):
         return SessionExecutor(self._ort, sessions, CACHE_TYPES[engine.compute], self._device, ranks, communicator)
 
     def _session(self, path: Path, sizes: Mapping[str, int]) -> Any:
-        """Opens a session that runs a graph on the device, with the sizes of some dimensions fixed.
-
-        Raises:
-            BackendError: onnxruntime refuses the graph, or would run some of it on the CPU; names those nodes.
-        """
+        """Opens a session that runs a graph on the device, with the sizes of some dimensions fixed."""
         options = self._ort.SessionOptions()
         for name, size in sizes.items():
             options.add_free_dimension_override_by_name(name, size)
@@ -152,11 +141,7 @@ class OnnxRuntimeLibrary(Library):
 
 
 def on_device(path: Path, session: Any) -> None:
-    """Checks that a session runs only arithmetic on sizes on the CPU.
-
-    Raises:
-        BackendError: other nodes would run there, which are named; or onnxruntime cannot use the GPU.
-    """
+    """Checks that a session runs only arithmetic on sizes on the CPU."""
     if PROVIDER not in session.get_providers():
         raise BackendError(
             f"onnxruntime's {PROVIDER} could not be loaded; it needs the libraries of CUDA 13 and cuDNN 9, which "

@@ -54,66 +54,58 @@ def write_pasts(inputs: Mapping[str, Array]) -> None:
         pasts[1:] += inputs[tensors.LAST_ROW]
 
 
-class RepeatedCalls:
-    """The calls of one run.
+def repeated_calls(
+    device: Device,
+    inputs: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor],
+    call: Mapping[str, Tensor],
+    prepare: Callable[[int, dict[str, Tensor]], Enqueue],
+) -> list[Enqueue]:
+    """The calls of one run with their copies, to be enqueued in this order.
 
     A call of a draft model reads the last two tokens of text and draft so far, so between two calls the tokens move up
     by one. A draft that continues from its own state reads that state and the token that it drafted. Tokens, noise,
     states and q are copied on the device, without waiting.
 
     Args:
-        inputs: the run's inputs on the device, with :data:`PASTS`.
-        outputs: the run's outputs on the device, with a row for each call.
+        device: the device.
+        inputs: the run's inputs, with :data:`PASTS`.
+        outputs: the run's outputs, with a row for each call.
         call: a call's arrays, see :func:`call_arrays`; its other inputs share the run's memory.
         prepare: prepares a call, given its number of tokens, and its inputs and outputs.
     """
+    stream, tokens, all_noise, noise = (
+        device.stream,
+        inputs[tensors.INPUT_IDS],
+        inputs[tensors.UNIFORM],
+        call[tensors.UNIFORM],
+    )
+    slots, drafts = all_noise.shape
+    continues_state = tensors.OWN_STATE in call
+    results = {name: call[name] for name in outputs}
+    first = prepare(tokens.shape[1], {**inputs, tensors.UNIFORM: noise, **results})
+    further = prepare(call[tensors.INPUT_IDS].shape[1], {**inputs, **call}) if continues_state else first
 
-    def __init__(
-        self,
-        device: Device,
-        inputs: Mapping[str, Tensor],
-        outputs: Mapping[str, Tensor],
-        call: Mapping[str, Tensor],
-        prepare: Callable[[int, dict[str, Tensor]], Enqueue],
-    ) -> None:
-        self._device = device
-        self._inputs = inputs
-        self._outputs = outputs
-        self._call_of = call
-        self._noise = call[tensors.UNIFORM]
-        results = {name: call[name] for name in outputs}
-        first = prepare(inputs[tensors.INPUT_IDS].shape[1], {**inputs, tensors.UNIFORM: self._noise, **results})
-        self._continues_state = tensors.OWN_STATE in call
-        further = prepare(call[tensors.INPUT_IDS].shape[1], {**inputs, **call}) if self._continues_state else first
-        drafts = inputs[PASTS].shape[0]
-        self._enqueues = (first, *([further] * (drafts - 1)))
-
-    def calls(self) -> list[Enqueue]:
-        """The calls with their copies, to be enqueued in this order."""
-        # Not stored: a reference cycle would keep the library's session and weights alive.
-        return [functools.partial(self._call, index, call) for index, call in enumerate(self._enqueues)]
-
-    def _call(self, index: int, enqueue: Enqueue) -> None:
-        slots, drafts = self._inputs[tensors.UNIFORM].shape
-        if index:
-            drafted = self._call_of[tensors.DRAFT_TOKENS].address
-            if self._continues_state:
-                state = self._call_of[tensors.OWN_STATE]
-                self._device.stream.copy(state.address, self._call_of[tensors.NEXT_STATE].address, state.nbytes)
-                self._device.stream.copy(self._call_of[tensors.INPUT_IDS].address, drafted, slots * _ID)
-            else:
-                tokens, pair = self._inputs[tensors.INPUT_IDS].address, CATCH_UP_TOKENS * _ID
-                self._column(tokens, pair, tokens + _ID, pair, _ID)
-                self._column(tokens + _ID, pair, drafted, _ID, _ID)
-            pasts = self._inputs[PASTS].address + index * slots * _ID
-            self._device.stream.copy(self._inputs[tensors.PAST_LENGTH].address, pasts, slots * _ID)
-        noise = self._inputs[tensors.UNIFORM].address + index * _UNIFORM
-        self._column(self._noise.address, _UNIFORM, noise, drafts * _UNIFORM, _UNIFORM)
-        enqueue()
-        for name in tensors.DRAFTED:
-            result = self._call_of[name]
-            self._device.stream.copy(self._outputs[name].address + index * result.nbytes, result.address, result.nbytes)
-
-    def _column(self, to: int, to_pitch: int, source: int, pitch: int, nbytes: int) -> None:
+    def copy_column(to: int, to_pitch: int, source: int, pitch: int, nbytes: int) -> None:
         """Copies an element of each slot; pitches are the bytes from one slot's element to the next."""
-        self._device.stream.copy_rows(to, to_pitch, source, pitch, nbytes, self._noise.shape[0])
+        stream.copy_rows(to, to_pitch, source, pitch, nbytes, slots)
+
+    def run(index: int) -> None:
+        if index:
+            drafted = call[tensors.DRAFT_TOKENS].address
+            if continues_state:
+                state = call[tensors.OWN_STATE]
+                stream.copy(state.address, call[tensors.NEXT_STATE].address, state.nbytes)
+                stream.copy(call[tensors.INPUT_IDS].address, drafted, slots * _ID)
+            else:
+                pair = CATCH_UP_TOKENS * _ID
+                copy_column(tokens.address, pair, tokens.address + _ID, pair, _ID)
+                copy_column(tokens.address + _ID, pair, drafted, _ID, _ID)
+            stream.copy(inputs[tensors.PAST_LENGTH].address, inputs[PASTS].address + index * slots * _ID, slots * _ID)
+        copy_column(noise.address, _UNIFORM, all_noise.address + index * _UNIFORM, drafts * _UNIFORM, _UNIFORM)
+        (further if index else first)()
+        for name in tensors.DRAFTED:
+            result = call[name]
+            stream.copy(outputs[name].address + index * result.nbytes, result.address, result.nbytes)
+
+    return [functools.partial(run, index) for index in range(drafts)]

@@ -17,8 +17,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, RunShape
 from specexport.runtime.backends.cuda.graph import DeviceGraph, RunBuffers
 from specexport.runtime.backends.cuda.library import Executor
-from specexport.runtime.proposal import SlotView
-from specexport.runtime.step_program import LoadedMethod
+from specexport.runtime.proposal import DeviceDraft, LoadedMethod, SlotView
 
 G = TypeVar("G", Accept, Fill, Commit)
 ProgramGraphs = Mapping[ProgramGraph, Executor]
@@ -40,14 +39,14 @@ class Drafting:
     """A draft's run within a step on the device.
 
     Attributes:
-        graph: the draft's graph.
-        shape: the shape of its run, over all slots.
+        shape: the shape of the draft's run, over all slots.
         candidates: M of q.
         tree: the largest tree that it fills.
         at: the shape of the fill graph.
         fill: the graph that fills the tree; None for a chain, whose nodes are the draft's tokens.
     """
 
+    draft: DeviceDraft
     graph: DeviceGraph
     shape: RunShape
     candidates: int
@@ -103,12 +102,11 @@ class StepVariant:
         return {str(tensor): tensor.zeros(self._sizes) for tensor in outputs}
 
     def drafted(self) -> dict[str, Array]:
-        """A slot's draft that stays on the device: the fill graph's outputs, or a chain's tokens and q."""
+        """A slot's draft that stays on the device, with a row for each node, as the fill graph returns it."""
         if self.drafting is None:
             return {}
         filled = fill_signature(self.drafting.candidates).outputs
-        names = tensors.DRAFTED if self.drafting.fill is None else filled
-        return {str(name): tensor.zeros(self._sizes) for name, tensor in zip(names, filled, strict=True)}
+        return {str(name): tensor.zeros(self._sizes) for name, tensor in zip(tensors.DRAFTED, filled, strict=True)}
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -216,8 +214,7 @@ class StepVariants:
     def _draftings(self, loaded: LoadedMethod, trees: Collection[TokenTree], graphs: ProgramGraphs) -> list[Drafting]:
         """The trees of a method that its draft can fill on the device, the smallest first."""
         draft, method, draftings = loaded.proposer.device_draft, loaded.method, list[Drafting]()
-        graph = draft.graph if draft is not None else None
-        if not isinstance(graph, DeviceGraph) or not graph.self_contained:
+        if draft is None or not isinstance(graph := draft.graph, DeviceGraph) or not graph.self_contained:
             return []
         with_fill_graph = filled_trees(method)
         for tree in sorted(trees, key=len):
@@ -229,5 +226,5 @@ class StepVariants:
             if fill is not None or (tree.is_chain and not method.drafted_stages):
                 tokens, drafts = run
                 shape = RunShape(tokens, drafts=drafts, slots=range(self._slots))
-                draftings.append(Drafting(graph, shape, method.support, tree, point, fill))
+                draftings.append(Drafting(draft, graph, shape, method.support, tree, point, fill))
         return draftings

@@ -10,12 +10,12 @@ import numpy as np
 
 from specexport.contract import tensors
 from specexport.contract.engines import Commit, ProgramGraph
-from specexport.contract.errors import BackendError
 from specexport.contract.shapes import ShapePoint
-from specexport.runtime.backends.cuda.api import CudaGraph
+from specexport.runtime.backend import Array
+from specexport.runtime.backends.cuda.api import Launch
 from specexport.runtime.backends.cuda.graph import DeviceGraph, RunBuffers
 from specexport.runtime.backends.cuda.library import Enqueue, Execution
-from specexport.runtime.backends.cuda.memory import BufferLayout, Device, MemoryPlan, StagingBuffers, Tensor
+from specexport.runtime.backends.cuda.memory import Device, MemoryPlan, StagingBuffers, Tensor, block_size, tensors_at
 from specexport.runtime.backends.cuda.step_variants import Drafting, ProgramGraphs, StepVariant, graphs_of, read_back
 
 _ID = np.dtype(np.int64).itemsize
@@ -29,19 +29,17 @@ class DeviceStep:
         inputs: the host's inputs, in addition to the target's and the draft's.
         outputs: the results that the host reads.
         commits: whether the device makes the rows of the accepted path contiguous.
-        parts: the work to enqueue, a part for each graph, by cache size.
-        launches: the same work in as few calls as possible, by cache size.
+        launches: the work, a part for each graph or all together, by cache size.
     """
 
     inputs: StagingBuffers
     outputs: StagingBuffers
     commits: bool = False
-    parts: dict[int, list[Enqueue]] = field(default_factory=dict)
-    launches: dict[int, list[Enqueue]] = field(default_factory=dict)
+    launches: dict[int, list[Launch]] = field(default_factory=dict)
 
     def launch(self, cache: int) -> None:
         for launch in self.launches[cache]:
-            launch()
+            launch.run()
 
 
 class Steps:
@@ -54,9 +52,6 @@ class Steps:
     Attributes:
         execution: how steps reach the device.
         fallback: why there is no faster way; empty if steps are captured as a whole.
-
-    Raises:
-        BackendError: a graph is refused, or the buffers do not fit.
     """
 
     def __init__(
@@ -66,44 +61,43 @@ class Steps:
         self._target = target
         self._slots = target.sizes[-1]
         self._graphs = graphs
-        self._captured: list[CudaGraph] = []
-        layouts = {
+        arrays_of = {
             variant: [
-                BufferLayout({name: np.repeat(array, self._slots, 0) for name, array in arrays.items()})
+                {name: np.repeat(array, self._slots, 0) for name, array in arrays.items()}
                 for arrays in (variant.inputs(), variant.outputs(), variant.drafted())
             ]
             for variant in variants
         }
         plan = MemoryPlan()
         plan.add("workspace", max((executor.workspace for executor in graphs.values()), default=0))
-        for inputs, outputs, filled in layouts.values():  # one step runs at a time
-            plan.add("inputs", inputs.nbytes)
-            plan.add("outputs", outputs.nbytes)
-            plan.add("filled", filled.nbytes)
+        for inputs, outputs, drafted in arrays_of.values():  # one step runs at a time
+            plan.add("inputs", block_size(inputs))
+            plan.add("outputs", block_size(outputs))
+            plan.add("drafted", block_size(drafted))
         self._memory = plan.allocate(device, "the step program's buffers")
-        self._steps = {variant: self._prepare_step(variant, *layout) for variant, layout in layouts.items()}
+        self._steps = {variant: self._prepare_step(variant, *arrays) for variant, arrays in arrays_of.items()}
         self.execution: Execution = "plain"
         self.fallback = ""
-        whole = self._capture("graph per step", lambda parts: [_together(parts)])
-        if not whole and not self._capture("graph per engine", lambda parts: parts):
+        if not self._capture("graph per step") and not self._capture("graph per engine"):
             self.watch(device.thread.run)
 
     def __getitem__(self, variant: StepVariant) -> DeviceStep:
         return self._steps[variant]
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
-        for step in self._steps.values():
-            for cache, launches in step.launches.items():
-                step.launches[cache] = [functools.partial(around, launch) for launch in launches]
+        for launch in self._launches():
+            launch.watch(around)
+
+    def _launches(self) -> list[Launch]:
+        return [launch for step in self._steps.values() for launches in step.launches.values() for launch in launches]
 
     def close(self) -> None:
         """Frees everything; first the library's part, which may still use the stream and our memory."""
         self._device.stream.synchronize()
-        for captured in self._captured:
-            captured.close()
+        for launch in self._launches():
+            launch.close()
         for step in self._steps.values():
             step.launches.clear()
-            step.parts.clear()
         for executor in self._graphs.values():
             executor.close()
         for step in self._steps.values():
@@ -112,7 +106,7 @@ class Steps:
         self._memory.close()
 
     def _prepare_step(
-        self, variant: StepVariant, inputs: BufferLayout, outputs: BufferLayout, filled: BufferLayout
+        self, variant: StepVariant, inputs: dict[str, Array], outputs: dict[str, Array], of_draft: dict[str, Array]
     ) -> DeviceStep:
         """Prepares a step's graphs and warms them up, before they are captured."""
         staged_inputs = StagingBuffers(self._device, inputs, self._memory["inputs"])
@@ -122,7 +116,7 @@ class Steps:
         propose: list[list[Enqueue]] = []
         uploads = [verify.inputs, step.inputs]
         if variant.drafting is not None:
-            proposed = filled.tensors(self._memory["filled"].address)
+            proposed = tensors_at(self._memory["drafted"].address, of_draft)
             drafted, propose = self._propose(variant.drafting, verify, step, proposed)
             uploads.append(variant.drafting.buffers.inputs)
         accept = self._accept(variant, verify, step, drafted)
@@ -132,29 +126,27 @@ class Steps:
             groups[0] = [*(staged.upload for staged in uploads), *groups[0]]
             groups[-1] = [*groups[-1], functools.partial(self._read_back, step, verify)]
             step.commits = bool(commit)
-            step.parts[cache] = step.launches[cache] = [_together(group) for group in groups]
+            step.launches[cache] = [Launch(_together(group)) for group in groups]
             self._device.warm_up(functools.partial(step.launch, cache))
         return step
 
     def _propose(
-        self, drafting: Drafting, verify: RunBuffers, step: DeviceStep, filled: Mapping[str, Tensor]
+        self, drafting: Drafting, verify: RunBuffers, step: DeviceStep, drafted: dict[str, Tensor]
     ) -> tuple[dict[str, Tensor], list[list[Enqueue]]]:
         """The accept graph's inputs from the draft, and the work of drafting and of passing tokens to the target."""
         results = drafting.buffers.outputs.device
-        run = drafting.buffers.enqueues[drafting.graph.cache.rows, 0]
-        if drafting.fill is None:  # the nodes of a chain are the draft's tokens
-            sort: list[Enqueue] = []
-            if self._slots == 1:  # [K,1,...] and [1,K,...] are the same memory
-                filled = {name: Tensor(results[name].address, to.dtype, to.shape) for name, to in filled.items()}
-            else:
-                sort = [functools.partial(self._by_slot, results[name], to) for name, to in filled.items()]
-            return dict(filled), [[run, *sort, functools.partial(self._pass_on, verify, filled[tensors.DRAFT_TOKENS])]]
-        shape = {str(name): step.inputs.device[name] for name in (tensors.TREE_ROWS, tensors.TREE_RANKS)}
-        fill = self._prepare(drafting.fill, drafting.at, {**results, **shape, **filled})
-        pass_on = functools.partial(self._pass_on, verify, filled[tensors.TREE_TOKENS])
-        names = (tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS)
-        drafted = {str(as_drafted): filled[name] for as_drafted, name in zip(tensors.DRAFTED, names, strict=True)}
-        return drafted, [[run], [fill, pass_on]]
+        work = [[drafting.buffers.enqueues[drafting.graph.cache.rows, 0]]]
+        if drafting.fill is not None:
+            shape = {str(name): step.inputs.device[name] for name in (tensors.TREE_ROWS, tensors.TREE_RANKS)}
+            names = (tensors.TREE_TOKENS, tensors.TREE_IDS, tensors.TREE_PROBS)
+            filled = {str(name): drafted[as_drafted] for name, as_drafted in zip(names, tensors.DRAFTED, strict=True)}
+            work.append([self._prepare(drafting.fill, drafting.at, {**results, **shape, **filled})])
+        elif self._slots == 1:  # the nodes of a chain are the draft's tokens; [K,1,...] and [1,K,...] are equal
+            drafted = {name: Tensor(results[name].address, to.dtype, to.shape) for name, to in drafted.items()}
+        else:
+            work[0] += [functools.partial(self._by_slot, results[name], to) for name, to in drafted.items()]
+        work[-1].append(functools.partial(self._pass_on, verify, drafted[tensors.DRAFT_TOKENS]))
+        return drafted, work
 
     def _by_slot(self, source: Tensor, to: Tensor) -> None:
         """Transposes a draft's output: ``[K,B,...]`` becomes ``[B,K,...]``."""
@@ -201,16 +193,17 @@ class Steps:
         for name in read_back(verify.outputs.device):
             verify.outputs.download(name)
 
-    def _capture(self, execution: Execution, divided: Callable[[list[Enqueue]], list[Enqueue]]) -> bool:
-        """Captures the ``divided`` parts of every step; returns False, and captures none, if one cannot be captured."""
-        work = [(step, cache, divided(parts)) for step in self._steps.values() for cache, parts in step.parts.items()]
-        captured = self._device.stream.capture_all([part for _, _, parts in work for part in parts])
-        if isinstance(captured, BackendError):
-            self.fallback = self.fallback or str(captured)
+    def _capture(self, execution: Execution) -> bool:
+        """Captures every step, as one graph or a graph per engine; returns False if one cannot be captured."""
+        work = [(step, cache, parts) for step in self._steps.values() for cache, parts in step.launches.items()]
+        if execution == "graph per step":
+            work = [(step, at, [Launch(_together([part.enqueue for part in parts]))]) for step, at, parts in work]
+        error = self._device.stream.capture_all([launch for _, _, launches in work for launch in launches])
+        if error is not None:
+            self.fallback = self.fallback or str(error)
             return False
-        self._captured, graphs = captured, iter(captured)
-        for step, cache, parts in work:
-            step.launches[cache] = [next(graphs).launch for _ in parts]
+        for step, cache, launches in work:
+            step.launches[cache] = launches
         self.execution = execution
         return True
 

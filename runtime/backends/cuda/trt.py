@@ -26,11 +26,7 @@ _MAX_KERNELS = 1 << 28
 
 
 def import_tensorrt(runtime: EngineRuntime) -> Any:
-    """Imports the module that runs a library's engines.
-
-    Raises:
-        BackendError: it is not installed; names the extra to install.
-    """
+    """Imports the module that runs a library's engines."""
     try:
         return importlib.import_module(runtime.replace("-", "_"))
     except ImportError as error:
@@ -41,11 +37,7 @@ def import_tensorrt(runtime: EngineRuntime) -> Any:
 
 
 def check_version(engine: CompiledEngine, installed: str) -> None:
-    """Checks that the installed library can read an engine.
-
-    Raises:
-        BackendError: another release compiled it.
-    """
+    """Checks that the installed library can read an engine."""
     if engine.version != installed:
         raise BackendError(
             f"{engine.file}: compiled by {engine.runtime} {engine.version}, and {installed} is installed, which reads "
@@ -55,11 +47,7 @@ def check_version(engine: CompiledEngine, installed: str) -> None:
 
 
 def load_engine(trt: Any, runtime: Any, folder: Path, engine: CompiledEngine) -> Any:
-    """Reads an engine.
-
-    Raises:
-        BackendError: the library cannot read it.
-    """
+    """Reads an engine."""
     loaded = runtime.deserialize_cuda_engine((folder / engine.file).read_bytes())
     if loaded is None:
         raise BackendError(
@@ -102,27 +90,27 @@ class CompiledKernels:
         settings.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # whole steps are captured here
         if self._cache is None:
             self._cache = settings.create_runtime_cache()
-            self._load(str(trt.__version__))
+            about = (self._bundle.files_hash, self._device, str(trt.__version__))
+            self._record = MachineRecord("kernels", about, _Kernels, _MAX_KERNELS)
+            stored = self._record.load()
+            # The library itself refuses kernels of another driver or device.
+            if stored and _digest(stored.data) == stored.sha256 and self._cache.deserialize(stored.data):
+                self._saved = stored.sha256
         settings.set_runtime_cache(self._cache)
         return settings
-
-    def _load(self, version: str) -> None:
-        about = (self._bundle.files_hash, self._device, version)
-        self._record = MachineRecord("kernels", about, _Kernels, _MAX_KERNELS)
-        stored = self._record.load()
-        # The library itself refuses kernels of another driver or device.
-        if stored and hashlib.sha256(stored.data).hexdigest() == stored.sha256 and self._cache.deserialize(stored.data):
-            self._saved = stored.sha256
 
     def save(self) -> None:
         """Stores the compiled kernels if any are new."""
         written = self._cache.serialize() if self._cache is not None else None
         if written is not None:
             data = bytes(written)
-            digest = hashlib.sha256(data).hexdigest()
-            if digest != self._saved:
+            if (digest := _digest(data)) != self._saved:
                 self._record.save(_Kernels(digest, data))
                 self._saved = digest
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 class EngineExecutor:
@@ -131,9 +119,6 @@ class EngineExecutor:
     See :class:`~specexport.runtime.backends.cuda.library.Executor`. Contexts share a block of scratch memory, as only
     one runs at a time. ``kernels`` is None for TensorRT, which compiles nothing on the device. The ranks of a split
     target create their contexts in the same order and combine their parts through the communicator.
-
-    Raises:
-        BackendError: an engine cannot be loaded.
     """
 
     def __init__(

@@ -8,14 +8,15 @@ from dataclasses import replace
 from specexport.contract.model import Model
 from specexport.contract.values import counted
 from specexport.runtime.backend import BackendOptions, Buffers, Graph
-from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph, open_cached
+from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.backends.onnxruntime.kernels import kernels
 from specexport.runtime.backends.onnxruntime.segments import open_rank
-from specexport.runtime.backends.ranks import Followers, Job, RankLostError
+from specexport.runtime.backends.onnxruntime.session import open_cached
+from specexport.runtime.backends.ranks import Followers, Job, ProcessGroup, RankLostError
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.machine import available_cores, cpu_name
-from specexport.runtime.step import HostProgram
-from specexport.runtime.step_program import LoadedMethod
+from specexport.runtime.proposal import LoadedMethod
+from specexport.runtime.step import StepProgram
 
 
 class OnnxRuntimeBackend:
@@ -29,11 +30,7 @@ class OnnxRuntimeBackend:
         self._threads = options.threads or available_cores()
         self._options = replace(options, threads=self._threads)
         self._followers: list[Followers] = []
-
-    @property
-    def default_slots(self) -> int:
-        """All slots, as unused slots take no memory."""
-        return self._bundle.manifest.batch_sizes[-1]
+        self.default_slots = bundle.manifest.batch_sizes[-1]  # all, as unused slots take no memory
 
     @property
     def device(self) -> str:
@@ -83,8 +80,12 @@ class OnnxRuntimeBackend:
         self._followers.append(followers)
         return graph
 
-    def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> HostProgram:
-        return HostProgram(self._bundle.manifest, target, loaded_methods)
+    def follow(self, job: Job, group: ProcessGroup) -> OnnxRuntimeGraph:
+        """Opens a rank's part of the target."""
+        return open_rank(self._bundle, job, group)
+
+    def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
+        return StepProgram(self._bundle.manifest, target, loaded_methods)
 
     def close(self) -> None:
         """Ends the other ranks; graphs are freed with their last reference."""

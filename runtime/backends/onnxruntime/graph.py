@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,133 +11,19 @@ from typing import Any
 
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BundleError
-from specexport.contract.model import LoweredAs, Model, StoredAs
+from specexport.contract.model import LoweredAs, Model
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import Interface, cache_inputs, cache_outputs, describe, interfaces
 from specexport.contract.tensors import DECLARED
-from specexport.runtime.backend import TILE, Array, BackendOptions, Buffers, Graph, RunShape
+from specexport.runtime.backend import TILE, Array, Buffers, Graph, RunShape
 from specexport.runtime.backends.onnxruntime.cache import Rows
-from specexport.runtime.backends.onnxruntime.graph_cache import GraphCache
-from specexport.runtime.backends.onnxruntime.kernels import PackedWeights, add_kernels, kernels, not_claimed
-from specexport.runtime.bundle import Bundle, open_linked
-from specexport.runtime.machine import available_cores, disable_telemetry
+from specexport.runtime.backends.onnxruntime.kernels import kernels, not_claimed
+from specexport.runtime.backends.onnxruntime.session import import_onnxruntime
 from specexport.runtime.states import KeptStates
 
 _LONG_CHUNK = 128
 """Tokens of a prompt that are read in one run if no request waits; chunks of 64 take up to 1.15 times as long."""
 _TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool"}
-
-_OUT_OF_MEMORY = ("bad_alloc", "Cannot allocate memory", "Resource temporarily unavailable")
-_SESSIONS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""All sessions of this process."""
-
-MINIMUM: dict[LoweredAs, tuple[int, int]] = {"native": (1, 28), "portable": (1, 23)}
-"""Releases before 1.28 compute TensorScatter, and Attention with fully masked rows, wrongly; releases before 1.23 were
-not tested."""
-
-
-def import_onnxruntime(lowering: LoweredAs) -> Any:
-    """Imports onnxruntime for graphs of a lowering.
-
-    Raises:
-        BackendError: it is missing, or too old for the lowering.
-    """
-    disable_telemetry()
-    try:
-        import onnxruntime
-    except ModuleNotFoundError as error:
-        raise BackendError(
-            "onnxruntime is not installed, and this bundle runs on it; install it with: pip install 'specexport[cpu]'"
-        ) from error
-    except ImportError as error:  # such as too little memory, or a C library that is too old
-        raise BackendError(f"onnxruntime is installed, but could not be loaded: {error}") from error
-    version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
-    minimum = MINIMUM[lowering]
-    if version < minimum:
-        instead = "; there is none for Python 3.10, where bundles built with --lowering portable run"
-        raise BackendError(
-            f"onnxruntime {onnxruntime.__version__} is too old for a bundle of the {lowering} lowering; expected "
-            f"{minimum[0]}.{minimum[1]} or newer. Upgrade with: pip install -U 'specexport[cpu]'"
-            + (instead if version >= MINIMUM["portable"] else "")
-        )
-    return onnxruntime
-
-
-def open_session(
-    path: Path,
-    threads: int,
-    lowering: LoweredAs,
-    weights: StoredAs,
-    cache: GraphCache | None = None,
-    packed: PackedWeights | None = None,
-) -> Any:
-    """Opens an ``onnxruntime.InferenceSession`` of a master graph on the CPU, with the options that the engine uses.
-
-    Nodes that :mod:`~specexport.runtime.backends.onnxruntime.kernels` claims run on our kernels, if they are used.
-    Packed weights are kept only in memory without a cache: ``packed`` for our kernels, ``cache`` for onnxruntime's.
-
-    Raises:
-        BackendError: onnxruntime is missing, too old, or refuses the graph.
-    """
-    onnxruntime = import_onnxruntime(lowering)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    # The threads of one model must not spin while another model runs.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    # Quantized weights are multiplied as integers.
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
-    dequantized = lowering == "portable" or weights == "fp8"
-    if dequantized:
-        # No kernel takes one scale a column: dequantize once rather than in every step.
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-
-    # onnxruntime adds its provider to ours, and then accepts no list.
-    added = add_kernels(options, threads, packed)
-    providers = None if added else ["CPUExecutionProvider"]
-    # The kernels read weights as stored; folding would widen or duplicate them. They know MatMul, not Gemm.
-    disabled = ["ConstantFolding", "MatMulAddFusion"] if added and not dequantized else None
-
-    # The fallback would print an error that is raised here too, and try again without our provider.
-    settings = {"providers": providers, "disabled_optimizers": disabled, "enable_fallback": 0}
-
-    def open_graph(graph: Path) -> Any:
-        return open_linked(graph, options, lambda file: onnxruntime.InferenceSession(str(file), options, **settings))
-
-    try:
-        opened = open_graph(path) if cache is None or added else cache.session(path, open_graph, options)
-    except Exception as error:  # onnxruntime's exceptions share no public base
-        short = any(sign in str(error) for sign in _OUT_OF_MEMORY)
-        hint = "; there is too little memory, or too few threads are allowed" if short else ""
-        raise BackendError(f"{path}: onnxruntime refused the graph: {error}{hint}") from error
-    _SESSIONS.add(opened)
-    return opened
-
-
-def _never_free_sessions() -> None:
-    """Keeps sessions alive in a forked process, as freeing one waits for its threads, which only the parent has."""
-    for session in _SESSIONS:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_never_free_sessions)
-
-
-def open_cached(bundle: Bundle, model: Model, name: str, options: BackendOptions) -> Any:
-    """Opens a session of a bundle's graph with this machine's caches, see :func:`open_session`.
-
-    With ``options.keep`` missing entries are written: graphs for onnxruntime's kernels, packed weights for ours.
-
-    Raises:
-        BackendError: see :func:`open_session`.
-    """
-    lowering, weights, cache, files = bundle.manifest.lowering, model.precision.weights, None, bundle.files_hash
-    if lowering == "native" and weights in ("int8", "int4", "stored"):
-        cache = GraphCache((files, name, import_onnxruntime(lowering).__version__), options.keep)
-    packed, threads = PackedWeights.of(files, options.keep), options.threads or available_cores()
-    return open_session(bundle.file(name), threads, lowering, weights, cache, packed)
 
 
 class OnnxRuntimeGraph(Graph):
@@ -149,10 +32,7 @@ class OnnxRuntimeGraph(Graph):
     The session runs the symbolic master, so weights are in memory once, and a step may have any width. The buffers of a
     shape point are allocated once. They are bound once for each window, together with the caches of its slots, which
     are neighbours in memory: natively as input and output, so that TensorScatter writes in place; portably as input,
-    with the new rows as output.
-
-    Raises:
-        BundleError: the graph's inputs or outputs are not those that the manifest declares.
+    with the new rows as output. ``not_claimed`` counts the operators that may round a row by the number of rows.
     """
 
     def __init__(
@@ -169,7 +49,9 @@ class OnnxRuntimeGraph(Graph):
         # Recurrent states cannot go back to read tokens again, as a run that is widened for another slot would.
         self.any_width = self._states is None
         self._in_place = lowering == "native"
-        ours = bool(kernels().devices) and not self.not_claimed
+        claimed = kernels().devices
+        self.not_claimed = not_claimed(session) if claimed else Counter[str]()
+        ours = bool(claimed) and not self.not_claimed
         self._narrowest = 1 if ours else 2
         self._buffers = buffers
         # Our kernels read the rows of a text alone, so for them a cache has its largest size from the start.
@@ -190,10 +72,6 @@ class OnnxRuntimeGraph(Graph):
         states = 0 if self._states is None else self._states.nbytes
         cache = sum(block.nbytes for block in self._cache.blocks)
         return states + (cache * self._cache_rows // self._cache.rows if cache else 0)
-
-    @property
-    def not_claimed(self) -> Counter[str]:
-        return not_claimed(self._session)
 
     def reusable(self, slot: int, rows: int) -> int:
         rows = super().reusable(slot, rows)
@@ -346,9 +224,6 @@ def _require_declared(path: Path, session: Any, model: Model, lowering: LoweredA
     """Compares a session's inputs and outputs with the buffers and caches that follow from the manifest.
 
     Intact files may still not match the manifest.
-
-    Raises:
-        BundleError: a tensor is missing, unexpected, or of another type or size; names it and the manifest's field.
     """
     points = model.graph.points
     # The smallest of the points with all stages.

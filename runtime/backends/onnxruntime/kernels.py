@@ -61,12 +61,7 @@ class PackedWeights(NamedTuple):
 
     @staticmethod
     def of(files: str, keep: bool) -> PackedWeights | None:
-        """The cache of a bundle's weights on this machine; None if it is missing and must not be written.
-
-        Args:
-            files: a hash of the bundle's files.
-            keep: whether to write it if it is missing.
-        """
+        """The cache of a bundle's weights, by a hash of its files; None if it is missing and ``keep`` is False."""
         cache = cache_folder()
         if cache is None:
             return None
@@ -86,9 +81,6 @@ def add_kernels(options: Any, threads: int, packed: PackedWeights | None = None)
 
     Returns:
         Whether our kernels are used.
-
-    Raises:
-        BackendError: :data:`SWITCH` is neither 0 nor 1.
     """
     devices = kernels().devices
     if devices:
@@ -111,11 +103,7 @@ def not_claimed(session: Any) -> Counter[str]:
 
 
 def kernels() -> Kernels:
-    """The kernels of this process.
-
-    Raises:
-        BackendError: :data:`SWITCH` is neither 0 nor 1.
-    """
+    """The kernels of this process."""
     switch = os.environ.get(SWITCH, "1")
     if switch not in ("0", "1"):
         raise BackendError(f"{SWITCH} is {switch!r}; expected 0 (onnxruntime's kernels alone) or 1")

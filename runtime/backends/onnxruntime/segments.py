@@ -11,12 +11,8 @@ import numpy as np
 from specexport.contract.model import LoweredAs, Model
 from specexport.contract.tensors import CACHES, CARRIED, COLLECTIVES
 from specexport.runtime.backend import Array
-from specexport.runtime.backends.onnxruntime.graph import (
-    OnnxRuntimeGraph,
-    import_onnxruntime,
-    open_cached,
-    open_session,
-)
+from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
+from specexport.runtime.backends.onnxruntime.session import import_onnxruntime, open_cached, open_session
 from specexport.runtime.backends.ranks import Combine, Job, ProcessGroup, combine
 from specexport.runtime.bundle import Bundle
 
@@ -34,17 +30,12 @@ class Segments:
         self.value_of = import_onnxruntime(lowering).OrtValue.ortvalue_from_numpy
         self.inputs = [[value.name for value in session.get_inputs()] for session in sessions]
         self.outputs = [[value.name for value in session.get_outputs()] for session in sessions]
-        inner = {name for names in self.outputs for name in names}
-        inputs = (value for session in sessions for value in session.get_inputs())
-        outputs = (value for session in sessions for value in session.get_outputs())
-        self._inputs = {value.name: value for value in inputs if value.name not in inner}
-        self._outputs = [value for value in outputs if not value.name.startswith((CARRIED, *COLLECTIVES))]
 
     def get_inputs(self) -> list[Any]:
-        return list(self._inputs.values())
+        return _outer_inputs(self.sessions)
 
     def get_outputs(self) -> list[Any]:
-        return self._outputs
+        return _outer_outputs(self.sessions)
 
     def get_provider_graph_assignment_info(self) -> list[Any]:
         return [part for session in self.sessions for part in session.get_provider_graph_assignment_info()]
@@ -107,6 +98,19 @@ class _Binding:
         self._collectives.append(collectives)
 
 
+def _outer_inputs(sessions: Sequence[Any]) -> list[Any]:
+    """The inputs of segments that none of them returns."""
+    inner = {value.name for session in sessions for value in session.get_outputs()}
+    inputs = {value.name: value for session in sessions for value in session.get_inputs()}
+    return [value for name, value in inputs.items() if name not in inner]
+
+
+def _outer_outputs(sessions: Sequence[Any]) -> list[Any]:
+    """The outputs of segments that are not for later ones."""
+    outputs = (value for session in sessions for value in session.get_outputs())
+    return [value for value in outputs if not value.name.startswith((CARRIED, *COLLECTIVES))]
+
+
 def _whole(name: str, part: Sequence[int], ranks: int) -> tuple[int, ...]:
     return (*part[:-1], part[-1] * (ranks if name.startswith(COLLECTIVES[1]) else 1))
 
@@ -137,20 +141,17 @@ class AllRanks:
         self._ranks = ranks
 
     def get_inputs(self) -> list[_Declared]:
-        inner = {value.name for session in self._ranks[0] for value in session.get_outputs()}
-        inputs = (value for session in self._ranks[0] for value in session.get_inputs())
-        return self._declared(value for value in inputs if value.name not in inner)
+        return self._declared(_outer_inputs(self._ranks[0]))
 
     def get_outputs(self) -> list[_Declared]:
-        outputs = (value for session in self._ranks[0] for value in session.get_outputs())
-        return self._declared(value for value in outputs if not value.name.startswith((CARRIED, *COLLECTIVES)))
+        return self._declared(_outer_outputs(self._ranks[0]))
 
     def _declared(self, values: Iterable[Any]) -> list[_Declared]:
-        declared = {value.name: _Declared(value.name, list(value.shape), value.type) for value in values}
-        for value in declared.values():
+        declared = [_Declared(value.name, list(value.shape), value.type) for value in values]
+        for value in declared:
             if value.name.startswith(CACHES):
                 value.shape[1] *= len(self._ranks)
-        return list(declared.values())
+        return declared
 
     def run(self, outputs: Sequence[str] | None, inputs: Mapping[str, Array]) -> list[Array]:
         count = len(self._ranks)
@@ -178,11 +179,7 @@ class AllRanks:
 
 
 def open_whole(file: Callable[[str], Path], model: Model, lowering: LoweredAs, threads: int) -> Any:
-    """Opens a session of a model's graph, split or not, with ``run``, ``get_inputs`` and ``get_outputs``.
-
-    Raises:
-        BackendError: onnxruntime is missing, too old, or refuses the graph.
-    """
+    """Opens a session of a model's graph, split or not, with ``run``, ``get_inputs`` and ``get_outputs``."""
 
     def open_graph(name: str) -> Any:
         return open_session(file(name), threads, lowering, model.precision.weights)
