@@ -6,8 +6,8 @@ may differ by its rounding. Inputs are synthetic but valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -197,21 +197,6 @@ class Subject:
     engine: CompiledEngine
 
 
-@dataclass
-class EnginesResult:
-    """The result of :func:`compare_engines`.
-
-    Attributes:
-        worst: largest difference of an output from its graph's, relative to the limit; at most 1 is right.
-        wrong: engine, shape and output of each larger difference, for the report.
-    """
-
-    engines: int = 0
-    shapes: int = 0
-    worst: float = 0.0
-    wrong: list[str] = field(default_factory=list)
-
-
 def runnable(manifest: Manifest) -> tuple[CompilerLibrary, list[Subject]]:
     """The library and the engines that can be compared on this machine, for each graph with engines.
 
@@ -243,32 +228,32 @@ def compare_engines(
     subjects: Sequence[Subject],
     runner: Callable[[CompiledEngine], BaseRunner],
     progress: Progress,
-) -> EnginesResult:
+) -> list[tuple[float, str]]:
     """Compares engines with their ONNX graphs at all shapes that they were compiled for.
 
     ``runner`` creates the runner of an engine: :func:`tensorrt_runner` on a GPU.
+
+    Returns:
+        For each shape, the largest difference of an output from its graph's, relative to the limit, and where it is.
     """
-    result = EnginesResult()
+    differences: list[tuple[float, str]] = []
     for index, subject in enumerate(subjects):
         progress("engines", index, len(subjects))
-        _compare(bundle, subject, runner(subject.engine), result)
-    return result
+        differences += _compare(bundle, subject, runner(subject.engine))
+    return differences
 
 
-def tensorrt_runner(library: CompilerLibrary, folder: Path) -> Callable[[CompiledEngine], BaseRunner]:
-    """Returns a function that creates Polygraphy's runner of an engine."""
+def tensorrt_runner(library: CompilerLibrary, folder: Path, engine: CompiledEngine) -> BaseRunner:
+    """Polygraphy's runner of an engine."""
 
-    def make(engine: CompiledEngine) -> BaseRunner:
-        def load() -> Any:
-            runtime = library.trt.Runtime(library.trt.Logger(library.trt.Logger.ERROR))
-            return load_engine(library.trt, runtime, folder, engine)
+    def load() -> Any:
+        runtime = library.trt.Runtime(library.trt.Logger(library.trt.Logger.ERROR))
+        return load_engine(library.trt, runtime, folder, engine)
 
-        return library.polygraphy.TrtRunner(load, optimization_profile=0)
-
-    return make
+    return library.polygraphy.TrtRunner(load, optimization_profile=0)
 
 
-def _compare(bundle: Bundle, subject: Subject, runner: BaseRunner, result: EnginesResult) -> None:
+def _compare(bundle: Bundle, subject: Subject, runner: BaseRunner) -> Iterator[tuple[float, str]]:
     engine, path = subject.engine, bundle.file(subject.master)
     graph = onnx.load(path, load_external_data=False).graph
     calls = [
@@ -293,12 +278,7 @@ def _compare(bundle: Bundle, subject: Subject, runner: BaseRunner, result: Engin
             actual = _align(target, actual, feed)
             compared = {name: _difference(name, target, actual, LIMITS[engine.compute]) for name in target}
             name, worst = max(compared.items(), key=lambda item: item[1])
-            result.shapes += 1
-            result.worst = max(result.worst, worst)
-            if worst > 1:
-                at = f"{engine.file} at {engine.profiles[index]}"
-                result.wrong.append(f"{at}: {name}, {worst:.2g} times the limit")
-    result.engines += 1
+            yield worst, f"{engine.file} at {call.point}: {name}, {worst:.2g} times the limit"
 
 
 def _tree(manifest: Manifest, point: ShapePoint, of_model: bool) -> TokenTree:
