@@ -46,7 +46,6 @@ TESTS = (
     "tests/test_engine.py::test_a_text_ends_with_the_context[True-llama-near]",
     "tests/test_engine.py::test_the_caches_grow_without_changing_the_text[llama-near]",
     "tests/test_engine.py::test_typical_acceptance_accepts_more_and_greedy_stays_exact",
-    "tests/test_engine.py::test_threads_are_independent",
     "tests/test_engine.py::test_a_stream_closed_by_another_thread_ends_and_frees_the_engine",
 )
 BUILT = (

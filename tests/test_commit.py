@@ -1,4 +1,4 @@
-"""Commits, and caches that grow: always what a cache would hold had the text been read from its start."""
+"""Commits: after any pattern of acceptance the cache is what it would be had the text been read from its start."""
 
 import numpy as np
 import pytest
