@@ -67,9 +67,13 @@ def logits(heads: MedusaHeads, lm_head: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("layers", [1, 2])
 def test_written_files_are_read_back(tmp_path: Path, layers: int, tied: bool) -> None:
     heads, lm_head = random_heads(layers, tied=tied), torch.randn(V, H)
+    tree = [[0], [1], [0, 0]]
     save_medusa(tmp_path, heads, lm_head, base="x", accuracy=ACCURACY, dtype=torch.float32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"medusa_choices": tree}))
     outline = read_medusa(tmp_path)
     assert (outline.count, outline.layers, outline.tied) == (HEADS, layers, tied)
+    assert outline.tree == TokenTree.from_choices(tree)
     assert outline.accuracy == ACCURACY
     expected = logits(heads, lm_head)
     ours, theirs = (read_medusa(folder).load(hidden=H, vocab=V) for folder in (tmp_path, tmp_path / "fasterdecoding"))
@@ -167,6 +171,8 @@ def test_files_with_code_are_refused(tmp_path: Path, content: Any, reason: str) 
         ({"medusa_num_heads": 0}, "0 heads of 1 layers"),
         ({"medusa_num_layers": 2}, "no tensor '0.1.linear.bias'"),
         ({"medusa_num_heads": "three"}, "not a configuration of Medusa heads: .*medusa_num_heads"),
+        ({"medusa_choices": [[0, 0]]}, r"medusa_choices: the choice \[0, 0\] is listed without"),
+        ({"medusa_choices": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "medusa_choices go 4 deep, with 3 heads"),
         ({"head_accuracy": [[0.5]], "path_accuracy": []}, "expected shares of 3 heads"),
         ({"head_accuracy": [], "path_accuracy": [[[0], 1.5]]}, "path_accuracy"),
         ({"tie_lm_head": True}, r"'0.1.weight' is \[3\d\d, 64\], expected \[64, 64\]"),

@@ -60,6 +60,7 @@ class _Config(MeasuredConfig, kw_only=True):
     medusa_num_heads: int | None = None
     medusa_num_layers: int | None = None
     tie_lm_head: bool = False
+    medusa_choices: list[list[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class HeadsOutline:
     count: int
     layers: int
     tied: bool
+    tree: TokenTree | None
     accuracy: HeadAccuracy | None
 
     def make(self, *, hidden: int, vocab: int) -> MedusaHeads:
@@ -127,7 +129,20 @@ def read_medusa(folder: Path) -> HeadsOutline:
         )
     if heads > in_file:
         raise BuildError(f"{path}: medusa_num_heads is {heads}, but {file} holds {in_file} heads")
-    return HeadsOutline(folder, file, stored, heads, layers, config.tie_lm_head, config.accuracy(path, heads, "heads"))
+    tree, accuracy = _tree(path, config, heads), config.accuracy(path, heads, "heads")
+    return HeadsOutline(folder, file, stored, heads, layers, config.tie_lm_head, tree, accuracy)
+
+
+def _tree(path: Path, config: _Config, heads: int) -> TokenTree | None:
+    if config.medusa_choices is None:
+        return None
+    try:
+        tree = TokenTree.from_choices(config.medusa_choices)
+    except Exception as error:
+        raise BuildError(f"{path}: medusa_choices: {error}") from error
+    if tree.depth > heads:
+        raise BuildError(f"{path}: medusa_choices go {tree.depth} deep, with {heads} heads")
+    return tree
 
 
 def _open(folder: Path) -> tuple[dict[str, StoredTensor], Path]:
@@ -212,9 +227,17 @@ class HeadsExporter(MethodExporter[O, H]):
 
     def tree_of_size(self, method: H, size: int) -> TokenTree:
         """See :class:`MethodExporter`; the best tree of that size."""
-        heads = read_medusa(expanded(getattr(method, self.heads_key)))
+        heads = self._heads(method)
         weight, depth = path_weight(heads, self.earlier_accuracy), len(self.earlier_accuracy) + heads.count
         return TokenTree.best(weight, size + 1, method.candidates, depth)
+
+    def default_trees(self, method: H) -> tuple[TokenTree, ...]:
+        """See :class:`MethodExporter`; the checkpoint's tree, if it has one."""
+        published = self._heads(method).tree
+        return (published,) if published is not None else super().default_trees(method)
+
+    def _heads(self, method: H) -> HeadsOutline:
+        return read_medusa(expanded(getattr(method, self.heads_key)))
 
 
 class MedusaExporter(HeadsExporter[MedusaOptions, Medusa]):
