@@ -70,6 +70,8 @@ def describe_error(error: OSError, path: Path | None = None) -> str:
         *_, place, reason = error.args[0][0]
         code = re.search(r"Errno (\d+)", reason)
         error = OSError(int(code[1]) if code else None, os.strerror(int(code[1])) if code else reason, str(place))
+    if error.errno == errno.ENOMEM:  # of any call, so that it names no file
+        return "there is not enough memory"
     if error.errno == errno.ENOENT and error.filename is None:  # of tempfile, which lists where it looked
         return f"{error.strerror}; set TMPDIR to a folder that can be written"
     location = str(error.filename or path or "standard output")

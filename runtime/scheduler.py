@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -17,6 +20,16 @@ from specexport.runtime.step import StepProgram
 _MAX_FAILURES = 3
 """Failed turns in a row after which the engine counts as broken, rather than a request."""
 _CLOSED = "the engine is closed; load the bundle again"
+
+
+_SCHEDULERS: weakref.WeakSet[Scheduler] = weakref.WeakSet()
+
+
+@atexit.register
+def _freeze_all() -> None:
+    """Lets the present steps end: Python would end a daemon thread within one, which aborts the process."""
+    for scheduler in list(_SCHEDULERS):
+        scheduler.freeze()
 
 
 class Scheduler:
@@ -38,7 +51,9 @@ class Scheduler:
         # For each waiting thread, a function that says whether its wait is over, and the condition that wakes it.
         self._waiters: list[tuple[Callable[[], bool], threading.Condition]] = []
         self._driving = False
-        self._closed = False
+        self._closed = self._frozen = False
+        self._process = os.getpid()
+        _SCHEDULERS.add(self)
         self._queue: deque[Request] = deque()
         self._running: list[Request] = []  # changed by the thread that drives, under the lock
         # Seconds spent in turns, and the start of the present turn: one tuple, as it is read without the lock.
@@ -111,17 +126,25 @@ class Scheduler:
             for request in self._running:
                 request.abandoned |= request.owner == threading.get_ident()
             self._wake_finished()
-        self._drive_until(lambda: not self._running and not self._driving)
+        self._drive_until(lambda: not self._driving and (self._frozen or not self._running))
         with self._lock:
             if hasattr(self, "_program"):
                 del self._program, self._slots  # they hold the models, which streams would keep alive
+
+    def freeze(self) -> None:
+        """Lets no turn begin any more, and waits for the present one; does nothing in a forked process."""
+        if self._process == os.getpid():
+            with self._lock:
+                self._frozen = True
+                while self._driving:
+                    self._wait(lambda: not self._driving)
 
     def _drive_until(self, is_done: Callable[[], bool]) -> None:
         """Waits until ``is_done()``, and takes turns while no other thread does."""
         with self._lock:
             try:
                 while not is_done():
-                    if self._driving:
+                    if self._driving or self._frozen:
                         self._wait(is_done)
                     else:
                         self._drive()

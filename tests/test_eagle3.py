@@ -224,6 +224,7 @@ def test_layers_are_named_as_their_publishers_do(tmp_path: Path, target: Path, d
         ({"vocab_size": 300}, "vocab_size is 300, and the target's is 320"),
         ({"target_hidden_size": 32}, "target_hidden_size is 32, and the target's is 64"),
         ({"hidden_size": 0}, r"not a configuration of an EAGLE-3 draft.*hidden_size"),
+        ({"hidden_act": "magic"}, r"hidden_act is 'magic', which transformers does not know"),
         ({"num_hidden_layers": 99}, r"not a configuration of an EAGLE-3 draft.*num_hidden_layers"),
         ({"model_type": "mamba"}, "model_type is 'mamba'; expected one of llama, qwen3"),
         ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'; expected 'eagle3' with a"),

@@ -2,6 +2,8 @@
 
 import gc
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -442,3 +444,18 @@ def test_plain_decoding_drafts_nothing(llama: Engine) -> None:
 def test_stats_of_nothing_are_zero() -> None:
     stats = Stats()
     assert (stats.acceptance_length, stats.acceptance_rate, stats.tokens_per_second) == (0.0, 0.0, 0.0)
+
+
+def test_a_process_may_end_while_a_daemon_thread_decodes(bundle: Callable[[str], Path]) -> None:
+    """Python ends such a thread in onnxruntime's code, which would abort the process."""
+    code = (
+        "import sys, threading, time; from specexport.runtime import Engine, SamplingParams\n"
+        "engine = Engine.load(sys.argv[1], calibrate=False, threads=1)\n"
+        "params = SamplingParams(max_tokens=400, ignore_eos=True)\n"
+        "def decode():\n    while True: engine.generate([5, 6], params)\n"
+        "for _ in range(2): threading.Thread(target=decode, daemon=True).start()\n"
+        "time.sleep(0.2)\n"
+    )
+    words = [sys.executable, "-c", code, str(bundle("llama-near"))]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

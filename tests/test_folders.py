@@ -1,6 +1,7 @@
 """Folders that are whole or not there: full disks, two writers, and processes that are killed at any moment."""
 
 import contextlib
+import errno
 import os
 import random
 import resource
@@ -155,6 +156,7 @@ def test_a_system_without_a_temporary_folder_is_told_how_to_name_one(monkeypatch
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
     with pytest.raises(OSError) as caught:
         tempfile.mkdtemp()
+    assert describe_error(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))) == "there is not enough memory"
     line = describe_error(caught.value)
     assert line == "No usable temporary directory found in ['/proc/none']; set TMPDIR to a folder that can be written"
 

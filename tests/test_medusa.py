@@ -131,6 +131,7 @@ def without(name: str) -> Any:
         (without("2.1.weight"), "no tensor '2.1.weight'"),
         (without("0.0.linear.bias"), "no tensor '0.0.linear.bias'"),
         (lambda s: s.update({"lm_head.weight": torch.zeros(2, 2)}), "'lm_head.weight' is not part of Medusa heads"),
+        (lambda s: s.update({key: s[key].int() for key in [*s][:1]}), "holds no floating-point numbers"),
         (lambda s: s["1.0.linear.bias"].fill_(torch.nan), "'1.0.linear.bias' holds numbers that are not finite"),
     ],
 )

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -761,6 +762,18 @@ def test_requests_during_shutdown_are_refused(
         assert "Waiting at most 60 seconds for 1 request to finish" in caplog.text
     thread.join(120)
     assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def test_bodies_that_still_come_do_not_delay_a_shutdown(folder: Path) -> None:
+    with served(folder, patience=60.0) as running:
+        place = httpx.URL(running.url)
+        client = socket.create_connection((place.host, place.port), timeout=60)
+        client.sendall(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")
+        began = time.monotonic()
+        running.server.should_exit = True
+        with client, client.makefile("rb") as answer:
+            assert answer.readline().startswith(b"HTTP/1.1 503")
+    assert time.monotonic() - began < 30
 
 
 def test_the_models_context_bounds_outputs_without_a_limit(tiny: Served, http: httpx.Client) -> None:

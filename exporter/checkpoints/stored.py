@@ -197,13 +197,15 @@ def require_tensors(
     described: str,
     optional: AbstractSet[str] = frozenset(),
     spelled: Callable[[str], str] = repr,
+    integers: AbstractSet[str] = frozenset(),
 ) -> None:
-    """Checks that a checkpoint has tensors of these shapes and no others, by the headers of its files.
+    """Checks that a checkpoint has weights of these shapes and no others, by the headers of its files.
 
     Args:
         shapes: the expected shapes, by the same names.
         described: the checkpoint as its configuration describes it, for errors.
         spelled: returns the names of a missing tensor in files, for errors.
+        integers: the tensors that are no weights.
     """
     for name, tensor in stored.items():
         if name not in shapes:
@@ -211,6 +213,11 @@ def require_tensors(
         if tensor.shape != shapes[name]:
             raise BuildError(
                 f"{path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected {list(shapes[name])} in {described}"
+            )
+        if not tensor.floating and name not in integers:
+            raise BuildError(
+                f"{path}: tensor {tensor.name!r} holds no floating-point numbers; expected weights, or a "
+                "quantization_config in config.json"
             )
     for name in sorted(shapes.keys() - stored.keys() - optional):
         raise BuildError(f"{path}: no tensor {spelled(name)}; expected it in {described}")

@@ -18,11 +18,13 @@ import msgspec
 import torch
 from msgspec import Meta
 from transformers import LlamaConfig, Qwen3Config
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
 from specexport.contract.shapes import Size
+from specexport.contract.values import shown
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.config import read_model_config, stored_table
 from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object, require_trained_for
@@ -100,6 +102,8 @@ def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool,
             "neither"
         )
     layer = layer or read_config(path, Layer, description)
+    if layer.hidden_act not in ACT2FN:
+        raise BuildError(f"{path}: hidden_act is {shown(layer.hidden_act)}, which transformers does not know")
     fields = {
         "path": folder,
         "vocab": layer.vocab_size,
@@ -206,13 +210,7 @@ class DraftOutline(ABC):
             others = (start + name.removeprefix(to) for start, to in self.prefixes.items() if name.startswith(to))
             return " or ".join(map(repr, (name, *others)))
 
-        require_tensors(self.path, stored, {**shapes, **maps}, self.what, optional, spelled)
-        for name in stored.keys() - maps:
-            if not stored[name].floating:
-                raise BuildError(
-                    f"{self.path}: tensor {stored[name].name!r} holds no floating-point numbers; expected weights, or "
-                    f"a quantization_config in {CONFIG}"
-                )
+        require_tensors(self.path, stored, {**shapes, **maps}, self.what, optional, spelled, maps.keys())
         self._target_ids(stored)
 
     def load(self, target: Path, layers: int, positions: int) -> Any:

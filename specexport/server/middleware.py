@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 import uuid
 from collections.abc import Callable
 
@@ -104,14 +105,17 @@ class Admission:
             return {"type": "http.request", "body": parts.pop(), "more_body": False} if parts else await receive()
 
         self._requests += 1
+        reading, until = asyncio.ensure_future(read()), time.monotonic() + _READING
         try:
+            while not (await asyncio.wait({reading}, timeout=min(_READING, 1)))[0]:
+                self._admit(scope, 0)  # the server may shut down meanwhile
+                if time.monotonic() > until:
+                    why = f"the body did not come within {_READING:g} seconds; send it again"
+                    raise ApiError(408, why, code="body_too_slow")
             try:
-                await asyncio.wait_for(read(), _READING)
+                reading.result()
             except ClientDisconnect:
                 return
-            except asyncio.TimeoutError:
-                why = f"the body did not come within {_READING:g} seconds; send it again"
-                raise ApiError(408, why, code="body_too_slow") from None
             parts[:] = [b"".join(parts)]
             if received > _SMALL:
                 await asyncio.to_thread(_require_simple, parts[0])
@@ -119,6 +123,7 @@ class Admission:
                 _text(parts[0])
             await self._app(scope, replay, send)
         finally:
+            reading.cancel()
             self._requests -= 1
             self._bytes -= received
 
