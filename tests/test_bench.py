@@ -198,7 +198,7 @@ def test_a_draft_with_another_tokenizer_is_not_suggested(tmp_path: Path) -> None
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS = ("cuda", "openai", "hypothesis", "pytest")
 """Packages that ``make demo`` does not install."""
-NEEDS = {"gpu-host": "cuda", "serve": "openai"}
+NEEDS = {"families": "pytest", "gpu-host": "cuda", "serve": "openai"}
 """By benchmark: the first of them without which it cannot run."""
 DEMO = f"""
 import contextlib, io, json, sys
