@@ -68,14 +68,14 @@ def test_greedy_text_is_plain_decoding_s(
     with Engine.load(dynamic(bundle(f"dice-{name}"), tmp_path / "b"), threads=1, calibrate=False) as engine:
         proposer = engine.loaded_methods[name].proposer
         assert "dynamic trees" in engine.methods[name].describe()
-        proposal = proposer._proposal
+        propose = proposer.propose
 
-        def watched(*arguments: Any) -> Any:
-            proposed = proposal(*arguments)
-            shapes.add(proposed.tree)
-            return proposed
+        def watched(views: Any) -> Any:
+            proposals = propose(views)
+            shapes.update(proposal.tree for proposal in proposals.values())
+            return proposals
 
-        monkeypatch.setattr(proposer, "_proposal", watched)
+        monkeypatch.setattr(proposer, "propose", watched)
         for length in (1, 2, 7, 30):
             prompt = draw.integers(3, 12, length).tolist()
             plain = engine.generate(prompt, params, PLAIN).token_ids

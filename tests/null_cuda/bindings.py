@@ -133,13 +133,13 @@ def install(runtime: Runtime) -> Runtime:
     What null kernels leave where the number of accepted tokens belongs is any number: it is read as none.
     """
     Cuda.load = classmethod(lambda cls: cls(runtime))
-    read = DeviceProgram._read
+    read = DeviceProgram._read_outcome
 
-    def nothing_accepted(self: Any, variant: Any, part: Any) -> Any:
+    def nothing_accepted(self: Any, variant: Any, *arguments: Any) -> Any:
         self._steps[variant].outputs.host[tensors.NUM_ACCEPTED][:] = 0
-        return read(self, variant, part)
+        return read(self, variant, *arguments)
 
-    DeviceProgram._read = nothing_accepted
+    DeviceProgram._read_outcome = nothing_accepted
     return runtime
 
 
