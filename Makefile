@@ -86,7 +86,7 @@ compat: $(VENV)/.dev
 	    cuda-bindings pytest hypothesis scipy httpx openai schemathesis || exit 1; \
 	done
 	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.10/bin/python -m pytest -m "not exporter" \
-	  -k "not may_be_moved and not invalid_tokenizers and not graph_that_is_not and not only_the_graph_has and not cache_runs and not links_runs" \
+	  -k "not may_be_moved and not invalid_tokenizers and not graph_that_is_not and not only_the_graph_has and not hubs_cache_runs and not links_runs" \
 	  tests/test_bundle.py tests/test_sampling.py tests/test_text.py tests/test_tree.py
 	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.10/bin/python -m pytest -m "not exporter" -k portable \
 	  tests/test_losslessness.py tests/test_commit.py
