@@ -12,7 +12,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.runtime import Engine
+from specexport.runtime import Engine, SamplingParams
 from specexport.verify.bundle import verify
 from tests.checkpoints import make_checkpoint
 from tests.fixtures import Bundles, Engines

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
-from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.methods.universal_draft import UniversalDraftProposer
 from specexport.runtime import Engine, SamplingParams
