@@ -11,13 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
-from specexport.exporter.options import BuildOptions
 from specexport.methods.universal_draft import UniversalDraftProposer
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import Proposal, Proposer, SlotView
 from specexport.runtime.speculative import PLAIN
-from specexport.verify.bundle import verify
-from tests.checkpoints import make_checkpoint
 from tests.fixtures import Bundles
 from tests.manifests import rewritten
 from tests.ways import ways
@@ -98,7 +95,10 @@ def test_nothing_is_proposed_within_a_character() -> None:
 
 @pytest.mark.exporter
 def test_decoding_is_lossless(tmp_path: Path) -> None:
-    from tests.checkpoints import VOCAB
+    from specexport.exporter.build import build
+    from specexport.exporter.options import BuildOptions
+    from specexport.verify.bundle import verify
+    from tests.checkpoints import VOCAB, make_checkpoint
     from tests.make_bundles import reversed_tokenizer
 
     target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1, calm=True)
