@@ -162,13 +162,9 @@ class MeasuredPolicy(SpeculationPolicy):
         self._most_plain = min(int(_DECISION / (_DECISION_SHARE * self._verify(1))), _LONGEST_PAUSE)
         self._found = any(self._looked_up.values())
         # In a batch, tokens found for one request seldom pay, and to decide takes longer; so every other step decides.
-        if self._chosen:
-            most = 0
-        elif not self._found or self._most_plain > MAX_PLAIN_STEPS:
-            most = MAX_PLAIN_STEPS
-        else:
-            most = int(len(requests) > 1)
-        self._pause.follow(requests, joining, most)
+        pausing = not self._found or self._most_plain > MAX_PLAIN_STEPS
+        most = MAX_PLAIN_STEPS if pausing else int(len(requests) > 1)
+        self._pause.follow(requests, joining, 0 if self._chosen else most)
 
     def _repeats(self, requests: Sequence[Request]) -> bool:
         """Whether look-ups find draft tokens for any of the requests."""
@@ -246,11 +242,10 @@ class MeasuredPolicy(SpeculationPolicy):
     def _worth(self, request: Request, method: str, fits: Sequence[Fit], rate: float, running: int) -> float:
         """Tokens that the best of the trees is expected to add to the step, less the value of its time."""
         reading = rate * self._read(method, request)
-        values = []
-        for gain, fit in self._gains(request, method, fits):
-            value = gain - rate * self._added(method, fit, running)
-            values.append(value - reading / _steps(request, gain) if reading else value)
-        return max(values)
+        return max(
+            gain - rate * self._added(method, fit, running) - (reading / _steps(request, gain) if reading else 0.0)
+            for gain, fit in self._gains(request, method, fits)
+        )
 
     def _added(self, method: str, fit: Fit, running: int) -> float:
         """Seconds that a request's tree adds to a step of ``running`` requests, which share a run of the draft."""
