@@ -18,28 +18,36 @@ inline uint64_t eight_bytes(const uint8_t* p) {
   std::memcpy(&bytes, p, 8);
   return bytes;
 }
+// The first place in [from, to) of a mask that is not hidden, or `to`. Most of a long cache is hidden.
+inline int skip_hidden(const uint8_t* mask, int from, int to) {
+  auto hidden = [&](int j) {
+    uint64_t any = 0;
+    for (int i = 0; i < 64; i += 8) any |= eight_bytes(mask + j + i);
+    return any == 0;
+  };
+  while (from + 64 <= to && hidden(from)) from += 64;
+  while (from + 8 <= to && eight_bytes(mask + from) == 0) from += 8;
+  while (from < to && !mask[from]) from++;
+  return from;
+}
 
-Seen look(const uint8_t* mask, int length, int32_t* others) {
+// The run ends before key `first`, which lies elsewhere.
+Seen look(const uint8_t* mask, int first, int length, int32_t* others) {
   Seen seen;
   seen.others = others;
-  int j = 0;
-  while (j + 8 <= length && eight_bytes(mask + j) == 0) j += 8;
-  while (j < length && !mask[j]) j++;
-  seen.start = j;
-  while (j + 8 <= length && eight_bytes(mask + j) == 0x0101010101010101u) j += 8;
-  while (j < length && mask[j]) j++;
+  int j = seen.start = skip_hidden(mask, 0, first);
+  while (j + 8 <= first && eight_bytes(mask + j) == 0x0101010101010101u) j += 8;
+  while (j < first && mask[j]) j++;
   seen.run = j - seen.start;
   int count = 0;
-  while (j < length) {
-    if (j + 8 <= length && eight_bytes(mask + j) == 0) {
-      j += 8;
-      continue;
-    }
-    if (mask[j]) others[count++] = j;
-    j++;
-  }
+  while ((j = skip_hidden(mask, j, length)) < length) others[count++] = j++;
   seen.count = seen.run + count;
   return seen;
+}
+
+// Where a key or its value is.
+inline const float* place(const float* numbers, const float* later, const AttentionCall& c, int at, int size) {
+  return at < c.first ? numbers + size_t(at) * size_t(size) : later + size_t(at - c.first) * size_t(size);
 }
 
 constexpr int kKeysAtOnce = 64;  // processed for all rows while they are in the first-level cache
@@ -64,7 +72,7 @@ void score(const AttentionCall& c, Attending& row, int from) {
     if (i + kLanes <= seen.run) {
       for (int j = 0; j < kLanes; j++) k[j] = c.keys + size_t(seen.start + i + j) * size_t(size);
     } else {
-      for (int j = 0; j < kLanes; j++) k[j] = c.keys + size_t(seen.at(i + j < end ? i + j : i)) * size_t(size);
+      for (int j = 0; j < kLanes; j++) k[j] = place(c.keys, c.later_keys, c, seen.at(i + j < end ? i + j : i), size);
     }
     Vec t[kLanes];
     for (int j = 0; j < kLanes; j++) t[j] = all(0.0f);
@@ -144,7 +152,7 @@ void add_values(const AttentionCall& c, const Attending* rows, int from, int col
   }
   for (int r = 0; r < kRows; r++) {
     for (int k = i; k < ends[r]; k++) {
-      const float* other = c.values + size_t(rows[r].seen.at(k)) * size + column;
+      const float* other = place(c.values, c.later_values, c, rows[r].seen.at(k), c.value_size) + column;
       const Vec p = all(rows[r].scores[k]);
       for (int j = 0; j < kCount; j++) a[r][j] = fma(p, load(other + kLanes * j), a[r][j]);
     }
@@ -158,7 +166,7 @@ void add_rest(const AttentionCall& c, const Attending& r, int from, int column) 
   float* const result = r.row->result + column;
   Vec a = from ? load_some(result, rest) : all(0.0f);
   for (int i = from; i < end; i++)
-    a = fma(all(r.scores[i]), load_some(c.values + size_t(r.seen.at(i)) * size_t(c.value_size) + column, rest), a);
+    a = fma(all(r.scores[i]), load_some(place(c.values, c.later_values, c, r.seen.at(i), c.value_size) + column, rest), a);
   store_some(result, a, rest);
 }
 
@@ -190,7 +198,7 @@ void attend(const AttentionCall& c) {
       row.scores = c.scratch + size_t(r) * attention_scratch(c.length);
       row.largest = all(-__builtin_inff());
       if (r && row.row->mask == rows[r - 1].row->mask) row.seen = rows[r - 1].seen;
-      else row.seen = look(row.row->mask, c.length, reinterpret_cast<int32_t*>(row.scores + c.length + 16));
+      else row.seen = look(row.row->mask, c.first, c.length, reinterpret_cast<int32_t*>(row.scores + c.length + 16));
       if (row.seen.count > longest) longest = row.seen.count;
     }
     const Seen& last = rows[count - 1].seen;

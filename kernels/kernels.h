@@ -61,6 +61,7 @@ struct Activations {
   const float* scales;       // [rows, depth / block]
   const int32_t* sums;       // [rows, depth / block], of the integers of a block, as quantize() of the same kernels has them
   const uint8_t* panels;     // what to_panels() of the same kernels wrote, or null
+  bool adds = false;         // whether products are added to what y holds; only of fp16 and fp32 weights
 };
 
 // Rows of a matrix of floats that are multiplied at once. From the second span on, products add to the sums in y.
@@ -81,12 +82,15 @@ struct AttentionRow {
   const float* sink;    // an additional score, or null
 };
 
-// The attention of rows that share keys and values: a token's heads of a group, and those of other tokens.
+// The attention of rows that share keys and values: a token's heads of a group, and those of other tokens. Those from
+// `first` on, which is `length` if there are none, lie elsewhere in memory.
 struct AttentionCall {
   const AttentionRow* rows;
-  const float* keys;    // [length, size]
-  const float* values;  // [length, value_size]
-  int count, length, size, value_size;  // count: of rows
+  const float* keys;          // [first, size]
+  const float* values;        // [first, value_size]
+  const float* later_keys;    // [length - first, size]
+  const float* later_values;  // [length - first, value_size]
+  int count, first, length, size, value_size;  // count: of rows
   float scale, softcap;
   float* scratch;       // attention_scratch(length, count) floats
 };

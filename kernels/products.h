@@ -278,7 +278,7 @@ void multiply_floats(const PackedWeights& w, const uint8_t* tile, const Activati
   for (int t = 0; t < kTiles; t++)
     for (int m = 0; m < kRows; m++)
       for (int p = 0; p < kParts; p++)
-        total[t][m][p] = span.from ? load(y + m * stride + t * kTile + p * kLanes) : all(0.0f);
+        total[t][m][p] = span.from || x.adds ? load(y + m * stride + t * kTile + p * kLanes) : all(0.0f);
   tile += size_t(span.from) * kStep;
   const float* a = x.values + row * x.stride + span.from;
   const int depth = span.to - span.from;

@@ -167,7 +167,7 @@ void multiply_floats(const PackedWeights&, const uint8_t* tile, const Activation
   constexpr int kStep = kKind == WeightKind::kFloat ? 4 * kTile : 2 * kTile;
   float32x4_t total[kRows][kQuads];
   for (int m = 0; m < kRows; m++)
-    for (int j = 0; j < kQuads; j++) total[m][j] = span.from ? vld1q_f32(y + m * stride + 4 * j) : vdupq_n_f32(0);
+    for (int j = 0; j < kQuads; j++) total[m][j] = span.from || x.adds ? vld1q_f32(y + m * stride + 4 * j) : vdupq_n_f32(0);
   tile += size_t(span.from) * kStep;
   const float* a = x.values + row * x.stride;
   for (int k = span.from; k < span.to; k++, tile += kStep) {

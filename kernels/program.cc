@@ -3,133 +3,22 @@
 #include <algorithm>
 #include <cstdlib>
 #include <deque>
+#include <map>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 
 #include "fold.h"
 #include "packing.h"
+#include "patterns.h"
 #include "steps.h"
 #include "weight_store.h"
 
 namespace specexport {
 namespace {
 
-// Who makes and who reads each value of a graph.
-struct Uses {
-  explicit Uses(const Graph& graph)
-      : producer(graph.values.size(), -1), readers(graph.values.size()), is_output(graph.values.size(), false) {
-    for (size_t n = 0; n < graph.nodes.size(); n++) {
-      for (int value : graph.nodes[n].outputs)
-        if (value >= 0) producer[size_t(value)] = int(n);
-      for (int value : graph.nodes[n].inputs)
-        if (value >= 0) readers[size_t(value)].push_back(int(n));
-    }
-    for (int value : graph.outputs) is_output[size_t(value)] = true;
-  }
-  // The only node that reads what a node makes; -1 if there are others, or the graph returns it.
-  int only_reader(const Node& node) const {
-    if (node.outputs.size() != 1 || is_output[size_t(node.outputs[0])]) return -1;
-    const std::vector<int>& list = readers[size_t(node.outputs[0])];
-    return list.size() == 1 ? list[0] : -1;
-  }
-
-  std::vector<int> producer;
-  std::vector<std::vector<int>> readers;
-  std::vector<bool> is_output;
-};
-
-// Where the constant weights of a product come from: a constant, and the nodes between it and the product, which undo
-// its quantization, restore its type, or transpose it. They are never run: products read what is stored.
-struct Source {
-  Matrix matrix;               // weights is null where it is not one that products read
-  std::vector<size_t> through; // nodes
-};
-
-bool swaps_two(const Node& node) {
-  auto perm = node.attributes.find("perm");
-  return perm == node.attributes.end() || perm->second.integers == std::vector<int64_t>{1, 0};
-}
-
-// The constant that a matrix of integers comes from, and the Transpose between them, if there is one; -1 for another's.
-int integers_of(const Graph& graph, const Uses& uses, int value, int* transpose) {
-  *transpose = -1;
-  if (graph.values[size_t(value)].constant) return value;
-  const int producer = uses.producer[size_t(value)];
-  if (producer < 0) return -1;
-  const Node& node = graph.nodes[size_t(producer)];
-  if (node.type != "Transpose" || !swaps_two(node) || !graph.values[size_t(node.inputs[0])].constant) return -1;
-  *transpose = producer;
-  return node.inputs[0];
-}
-
 bool is_weight_node(const Node& node) {
   return node.type == "DequantizeLinear" || node.type == "Cast" || node.type == "Transpose";
-}
-
-Source source_of(const Graph& graph, const Uses& uses, int value) {
-  Source source;
-  Matrix matrix;
-  for (;;) {
-    const Value& v = graph.values[size_t(value)];
-    if (v.constant) {
-      matrix.weights = &v;
-      if (can_pack(matrix)) source.matrix = matrix;
-      return source;
-    }
-    const int producer = uses.producer[size_t(value)];
-    if (producer < 0) return source;
-    const Node& node = graph.nodes[size_t(producer)];
-    if (node.type == "Transpose" && swaps_two(node) && v.ranked && v.dims.size() == 2) {
-      matrix.transposed = !matrix.transposed;
-    } else if (node.type == "Cast" && v.type == Type::kFloat && !matrix.scales) {
-      const Type from = graph.values[size_t(node.inputs[0])].type;
-      if (from != Type::kBfloat16 && from != Type::kFloat16) return source;
-    } else if (node.type == "DequantizeLinear" && v.type == Type::kFloat && !matrix.scales) {
-      int turned, scales_turned, scales = node.inputs[1];
-      const int integers = integers_of(graph, uses, node.inputs[0], &turned);
-      if (integers < 0 || !graph.values[size_t(scales)].constant) return source;
-      const int64_t axis = node.integer("axis", 1);  // blocks must go along the depth
-      if (axis != (matrix.transposed ? 1 : 0)) return source;
-      if (node.inputs.size() > 2 && node.inputs[2] >= 0) matrix.zeros = &graph.values[size_t(node.inputs[2])];
-      if (turned >= 0) {  // the scales as well
-        if (matrix.zeros) return source;
-        scales_turned = uses.producer[size_t(scales)];
-        if (scales_turned < 0 || graph.nodes[size_t(scales_turned)].type != "Transpose") return source;
-        scales = graph.nodes[size_t(scales_turned)].inputs[0];
-      }
-      matrix.scales = &graph.values[size_t(scales)];
-      matrix.block = int(node.integer("block_size", 0));
-    } else {
-      return source;
-    }
-    source.through.push_back(size_t(producer));
-    value = node.inputs[0];
-  }
-}
-
-// Of a product with constant weights; else none.
-Source product_source(const Graph& graph, const Uses& uses, const Node& node) {
-  if (node.type != "MatMul" || node.inputs.size() != 2) return {};
-  const Value& x = graph.values[size_t(node.inputs[0])];
-  if (x.type != Type::kFloat || !x.ranked || x.dims.empty()) return {};
-  Source source = source_of(graph, uses, node.inputs[1]);
-  const Value* weights = source.matrix.weights;
-  if (weights && !source.matrix.scales && weights->type != Type::kFloat && source.through.empty()) return {};
-  return source;
-}
-
-// The table of a Gather whose rows are stored in 16 bits and read as floats; -1 where it is not one.
-int wide_gather_table(const Graph& graph, const Uses& uses, const Node& node) {
-  if (node.type != "Gather" || node.integer("axis", 0) != 0) return -1;
-  const Type index = graph.values[size_t(node.inputs[1])].type;
-  const int producer = uses.producer[size_t(node.inputs[0])];
-  if (producer < 0 || (index != Type::kInt64 && index != Type::kInt32)) return -1;
-  const Node& cast = graph.nodes[size_t(producer)];
-  if (cast.type != "Cast" || cast.integer("to", 0) != int64_t(Type::kFloat)) return -1;
-  const Value& table = graph.values[size_t(cast.inputs[0])];
-  const bool short_floats = table.type == Type::kBfloat16 || table.type == Type::kFloat16;
-  return table.constant && short_floats ? cast.inputs[0] : -1;
 }
 
 // A graph in which what `constants` nodes make counts as constant.
@@ -254,6 +143,8 @@ class Compiled : public Program {
         weights_(store, matrices(graph_)) {
     const Uses uses(graph_);
     std::vector<bool> done = folded_nodes(graph_, uses, none_, computed_);
+    offsets_ = find_offsets(graph_, uses, done);
+    attention_ = find_attention(graph_, uses, done);
     for (size_t n = 0; n < graph_.nodes.size(); n++)
       if (!done[n]) add(uses, int(n), done);
     plan();
@@ -303,14 +194,23 @@ class Compiled : public Program {
 
   void add(const Uses& uses, int n, std::vector<bool>& done) {
     const Node& node = graph_.nodes[size_t(n)];
+    if (const auto taken = attention_.find(n); taken != attention_.end()) {
+      steps_.push_back(make_attention(taken->second.scale, taken->second.softcap, taken->second.inputs, node.outputs[0]));
+      return;
+    }
     if (const int table = wide_gather_table(graph_, uses, node); table >= 0) {
       steps_.push_back(make_gather(table, node.inputs[1], node.outputs[0]));
       return;
     }
     if (product_source(graph_, uses, node).matrix.weights) {
-      int y = node.outputs[0], addend = -1;
+      const PackedWeights* offsets = nullptr;
+      int y = node.outputs[0], addend = -1, reader = uses.only_reader(node);
+      if (const auto taken = offsets_.find(n); taken != offsets_.end()) {
+        offsets = &weights_[places_[size_t(taken->second)]];
+        y = graph_.nodes[size_t(reader)].outputs[0];
+        reader = uses.only_reader(graph_.nodes[size_t(reader)]);
+      }
       // The sum with a residual, or a bias, is taken as the product is written.
-      const int reader = uses.only_reader(node);
       if (reader >= 0 && graph_.nodes[size_t(reader)].type == "Add" && !done[size_t(reader)]) {
         const Node& sum = graph_.nodes[size_t(reader)];
         const int other = sum.inputs[sum.inputs[0] == y ? 1 : 0];
@@ -320,7 +220,7 @@ class Compiled : public Program {
           done[size_t(reader)] = true;
         }
       }
-      std::unique_ptr<Step> step = make_product(weights_[products_++], node.inputs[0], y, addend);
+      std::unique_ptr<Step> step = make_product(weights_[places_[size_t(n)]], offsets, node.inputs[0], y, addend);
       step->name = node.name;
       steps_.push_back(std::move(step));
       return;
@@ -418,6 +318,7 @@ class Compiled : public Program {
     std::vector<int> computed;
     for (const Node& node : graph.nodes) {
       const Matrix matrix = product_source(graph, uses, node).matrix;
+      places_.push_back(list.size());
       if (!matrix.weights) continue;
       list.push_back(matrix);
       for (const Value* value : {matrix.weights, matrix.scales})
@@ -430,8 +331,10 @@ class Compiled : public Program {
   const std::vector<bool> none_, computed_;     // nodes
   std::deque<std::vector<float>> numbers_;      // of scales that the graph computes from constants
   Graph graph_;
+  std::vector<size_t> places_;  // of each node's matrix among the weights
   const WeightStore weights_;
-  size_t products_ = 0;  // that have a step
+  std::map<int, int> offsets_;  // of products, the one whose result is added to theirs
+  std::map<int, AttentionInParts> attention_;  // by the node of the total
   std::vector<std::unique_ptr<Step>> steps_;
   std::vector<View> views_;      // of constants; of other values while it runs
   std::vector<char*> buffers_;   // none while it does not run

@@ -428,6 +428,8 @@ class TensorScatter : public Step {
   }
 };
 
+// With keys and values in two parts, those of the cache and later ones, a mask has a row for each token, which the rows
+// of a group repeat.
 class Attention : public Step {
  public:
   Attention(float scale, float softcap) : scale_(scale), softcap_(softcap) {}
@@ -435,14 +437,26 @@ class Attention : public Step {
     View q = frame[inputs[0]];
     if (!q.dense_rows()) q = frame.packed(q);
     const View k = frame.packed(frame[inputs[1]]), v = frame.packed(frame[inputs[2]]);
-    View mask = frame[inputs[3]];
-    const int64_t batch = q.dims[0], heads = q.dims[1], rows = q.dims[2], groups = k.dims[1], length = k.dims[2];
+    const bool in_parts = inputs.size() > 4;
+    View mask = frame[inputs[3]], later_k, later_v;
+    const int64_t batch = q.dims[0], heads = q.dims[1], rows = q.dims[2], groups = k.dims[1], first = k.dims[2];
+    int64_t length = first, tokens = rows;
     const int size = int(q.dims[3]), value_size = int(v.dims[3]);
     if (groups < 1 || heads % groups) fail("Attention's heads do not fit each other");
-    require_dims(k, {batch, groups, length, size}, "Attention's keys");
-    require_dims(v, {batch, groups, length, value_size}, "Attention's values");
+    require_dims(k, {batch, groups, first, size}, "Attention's keys");
+    require_dims(v, {batch, groups, first, value_size}, "Attention's values");
     if (mask.rank > 4) fail("Attention's mask is not of rank 4 or less");
-    const std::vector<int64_t> dims = {batch, heads, rows, length};
+    if (in_parts) {
+      later_k = frame.packed(frame[inputs[4]]);
+      later_v = frame.packed(frame[inputs[5]]);
+      const int64_t later = later_k.dims[2];
+      require_dims(later_k, {batch, groups, later, size}, "Attention's later keys");
+      require_dims(later_v, {batch, groups, later, value_size}, "Attention's later values");
+      length += later;
+      tokens = mask.rank > 1 ? mask.dims[mask.rank - 2] : 1;
+      if (tokens < 1 || rows % tokens) fail("Attention's mask does not fit its rows");
+    }
+    const std::vector<int64_t> dims = {batch, heads, tokens, length};
     int64_t masks[4];
     broadcast(mask, dims, masks);
     if (masks[3] != 1 && length != 1) {
@@ -463,15 +477,20 @@ class Attention : public Step {
         for (int64_t i = 0; i < count; i++) {
           const int64_t at = (row + i) % of_group, t = at / shared, h = group % groups * shared + at % shared;
           list[i].query = q.floats() + b * q.strides[0] + h * q.strides[1] + t * q.strides[2];
-          list[i].mask = mask.as<uint8_t>() + b * masks[0] + h * masks[1] + t * masks[2];
+          list[i].mask = mask.as<uint8_t>() + b * masks[0] + h * masks[1] + t % tokens * masks[2];
           list[i].result = y.floats() + ((b * heads + h) * rows + t) * value_size;
           list[i].sink = nullptr;
         }
         AttentionCall call = {};
         call.rows = list;
-        call.keys = k.floats() + group * length * size;
-        call.values = v.floats() + group * length * value_size;
+        call.keys = k.floats() + group * first * size;
+        call.values = v.floats() + group * first * value_size;
+        if (in_parts) {
+          call.later_keys = later_k.floats() + group * (length - first) * size;
+          call.later_values = later_v.floats() + group * (length - first) * value_size;
+        }
         call.count = int(count);
+        call.first = int(first);
         call.length = int(length);
         call.size = size;
         call.value_size = value_size;
@@ -638,7 +657,8 @@ class Cast : public Step {
 
 class Product : public Step {
  public:
-  explicit Product(const PackedWeights& weights) : weights_(weights) {}
+  Product(const PackedWeights& weights, const PackedWeights* offsets)
+      : weights_(weights), offsets_(offsets ? *offsets : PackedWeights{}) {}
   const PackedWeights* weights() const override { return &weights_; }
   void run(Frame& frame) const override {
     View x = frame[inputs[0]];
@@ -686,6 +706,15 @@ class Product : public Step {
       scales = reinterpret_cast<float*>(frame.scratch(size_t(most * blocks) * 4));
       sums = reinterpret_cast<int32_t*>(frame.scratch(size_t(most * blocks) * 4));
     }
+    Activations sums_of_blocks = {};  // to multiply by the offsets
+    float* block_sums = nullptr;
+    if (offsets_.data) {
+      block_sums = reinterpret_cast<float*>(frame.scratch(size_t(most * blocks) * 4));
+      sums_of_blocks.depth = blocks;
+      sums_of_blocks.stride = blocks;
+      sums_of_blocks.values = block_sums;
+      sums_of_blocks.adds = true;
+    }
     const size_t most_bytes = panel_bytes(most);
     uint8_t* const memory = most_bytes ? reinterpret_cast<uint8_t*>(frame.scratch(most_bytes)) : nullptr;
     a.integers = integers;
@@ -716,6 +745,15 @@ class Product : public Step {
           }
         });
       }
+      if (block_sums) {
+        const int64_t pieces = int64_t(a.rows) * blocks;
+        const int parts = parts_of(frame, int64_t(a.rows) * depth, 16384);
+        frame.team.split(parts, [&](int p) {
+          for (int64_t i = pieces * p / parts; i < pieces * (p + 1) / parts; i++)
+            block_sums[i] = sum_of(a.values + i / blocks * stride + i % blocks * a.block, a.block);
+        });
+        sums_of_blocks.rows = a.rows;
+      }
       float* to = y.floats() + first * columns;
       const int parts = int(std::min<int64_t>(tiles, int64_t(team.threads()) * (tiles > 512 ? 16 : 6)));
       // Parts begin at even tiles, as some products take two at once.
@@ -723,6 +761,7 @@ class Product : public Step {
       frame.team.split(parts, [&](int p) {
         const int from = begin_of(p), end = begin_of(p + 1);
         frame.kernels.product(weights_, a, from, end, to, columns);
+        if (block_sums) frame.kernels.product(offsets_, sums_of_blocks, from, end, to, columns);
         if (!addend) return;
         const int64_t c = int64_t(from) * kTile, count = std::min<int64_t>(int64_t(end) * kTile, columns) - c;
         for (int64_t r = 0; r < a.rows; r++) {
@@ -734,7 +773,17 @@ class Product : public Step {
   }
 
  private:
-  const PackedWeights weights_;
+  // In an order that depends on the number of numbers alone, a multiple of sixteen.
+  static float sum_of(const float* x, int count) {
+    float partial[16] = {};
+    for (int i = 0; i < count; i += 16)
+      for (int j = 0; j < 16; j++) partial[j] += x[i + j];
+    for (int half = 8; half; half /= 2)
+      for (int j = 0; j < half; j++) partial[j] += partial[j + half];
+    return partial[0];
+  }
+
+  const PackedWeights weights_, offsets_;  // the latter without data if there are none
 };
 
 template <Unary function>
@@ -886,9 +935,16 @@ std::unique_ptr<Step> make_step(const Graph& graph, const Node& node) {
   return step;
 }
 
-std::unique_ptr<Step> make_product(const PackedWeights& weights, int x, int y, int addend) {
-  std::unique_ptr<Step> step = make<Product>(weights);
+std::unique_ptr<Step> make_product(const PackedWeights& weights, const PackedWeights* offsets, int x, int y, int addend) {
+  std::unique_ptr<Step> step = make<Product>(weights, offsets);
   step->inputs = addend < 0 ? std::vector<int>{x} : std::vector<int>{x, addend};
+  step->outputs = {y};
+  return step;
+}
+
+std::unique_ptr<Step> make_attention(float scale, float softcap, std::vector<int> inputs, int y) {
+  std::unique_ptr<Step> step = make<Attention>(scale, softcap);
+  step->inputs = std::move(inputs);
   step->outputs = {y};
   return step;
 }

@@ -57,8 +57,12 @@ bool has_step(const Graph& graph, const Node& node);
 // The step for a node other than a product with constant weights. Throws std::runtime_error.
 std::unique_ptr<Step> make_step(const Graph& graph, const Node& node);
 
-// A product with packed weights; `addend` is a value to add to it, or -1.
-std::unique_ptr<Step> make_product(const PackedWeights& weights, int x, int y, int addend);
+// A product with packed weights; `addend` is a value to add to it, or -1. `offsets`, a matrix [depth / block, columns] of
+// floats or null, are added to all weights of a block.
+std::unique_ptr<Step> make_product(const PackedWeights& weights, const PackedWeights* offsets, int x, int y, int addend);
+// Attention over keys and values of a cache and later ones. `inputs` are the queries [B,Hkv,G*T,D], the cache's keys and
+// values, the mask [B,1,T,S+R] of the rows that each token sees, and the later keys and values [B,Hkv,R,D].
+std::unique_ptr<Step> make_attention(float scale, float softcap, std::vector<int> inputs, int y);
 // function(a) * b.
 std::unique_ptr<Step> make_gate(Unary function, int a, int b, int y);
 std::unique_ptr<Step> make_unary(Unary function, int x, int y);

@@ -47,10 +47,11 @@ void product_of(const PackedWeights& w, const Activations& x, int first, int las
             i += multiply_rows<kKind>(rows, w, w.data + size_t(t + i) * tile_bytes, tiles - i, x, row, span,
                                       to + i * kTile, stride);
         } else if (span.from == 0) {  // y has no room for sums of missing columns
-          float whole[kMost * kTile];
+          const size_t bytes = sizeof(float) * size_t(w.columns - t * kTile);
+          float whole[kMost * kTile] = {};
+          for (int m = 0; x.adds && m < rows; m++) std::memcpy(whole + m * kTile, to + m * stride, bytes);
           multiply_rows<kKind>(rows, w, w.data + size_t(t) * tile_bytes, 1, x, row, {0, w.depth}, whole, kTile);
-          for (int m = 0; m < rows; m++)
-            std::memcpy(to + m * stride, whole + m * kTile, sizeof(float) * size_t(w.columns - t * kTile));
+          for (int m = 0; m < rows; m++) std::memcpy(to + m * stride, whole + m * kTile, bytes);
         }
         row += rows;
       }

@@ -290,6 +290,68 @@ def test_blocks_of_any_size_are_read(tmp_path: Path, block: int) -> None:
     np.testing.assert_allclose(y, x @ weights, rtol=0.02, atol=0.05)
 
 
+@pytest.mark.parametrize("sums_are_read", [False, True])
+def test_offsets_of_weights_are_added(tmp_path: Path, sums_are_read: bool) -> None:
+    body = f"""
+        d = DequantizeLinear<axis=0, block_size=32>(k, s)
+        blocks = Reshape(x, parts) column = MatMul(blocks, ones) sums = Reshape(column, rows)
+        moved = MatMul(sums, o) product = MatMul(x, d) total = Add(product, moved)
+        {"other = MatMul(sums, u) z = Add(r, other)" if sums_are_read else "z = Identity(r)"} y = Add(z, total)
+    """
+    constants: Arrays = {
+        "k": RANDOM.integers(-127, 128, (96, 40)).astype(np.int8),
+        "s": unit(3, 40) / 99,
+        "o": normal(3, 40),
+        "u": normal(3, 40),
+        "ones": np.ones((32, 1), np.float32),
+        "parts": integers(0, 0, 3, 32),
+        "rows": integers(0, 0, 3),
+    }
+    x, r = normal(1, 70, 96), normal(1, 70, 40)
+    path = save(tmp_path / "model.onnx", body, {"x": x, "r": r}, constants, ranks_alone=True)
+    session = open_session(path, 2, "native", "int8")
+    (y,) = session.run(None, {"x": x, "r": r})
+    weights = constants["k"] * np.repeat(constants["s"], 32, axis=0) + np.repeat(constants["o"], 32, axis=0)
+    expected = x @ weights + r + (x.reshape(1, 70, 3, 32).sum(-1) @ constants["u"] if sums_are_read else 0)
+    np.testing.assert_allclose(y, expected, rtol=0.02, atol=0.05)
+    for first, last in ((0, 1), (3, 8), (66, 70)):
+        (some,) = session.run(None, {"x": x[:, first:last], "r": r[:, first:last]})
+        np.testing.assert_array_equal(some, y[:, first:last])
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_attention_in_two_parts_reads_only_what_is_seen(tmp_path: Path, capped: bool) -> None:
+    bounded = "g = Div(scores, cap) h = Tanh(g) i = Mul(cap, h)" if capped else "i = Identity(scores)"
+    body = f"""
+        turned = Transpose<perm=[0, 1, 3, 2]>(k) a = MatMul(q, turned) b = Mul(a, factor)
+        later = Transpose<perm=[0, 1, 3, 2]>(k2) c = MatMul(q, later) d = Mul(c, factor)
+        scores = Concat<axis=-1>(b, d) bias = Where(m, zero, least) tiled = Concat<axis=2>(bias, bias)
+        {bounded} biased = Add(i, tiled) p = Softmax<axis=-1>(biased) p1, p2 = Split<axis=3>(p, parts)
+        e = MatMul(p1, v) f = MatMul(p2, v2) y = Add(e, f)
+    """
+    constants: Arrays = {
+        "factor": np.array(0.3, np.float32),
+        "cap": np.array(2.0, np.float32),
+        "zero": np.array(0, np.float32),
+        "least": np.array(np.finfo(np.float32).min / 2, np.float32),
+        "parts": integers(30, 4),
+    }
+    mask = RANDOM.random((2, 1, 3, 34)) < 0.4
+    mask[..., 0] = True
+    cache = {"k": normal(2, 2, 30, 16), "v": normal(2, 2, 30, 16)}
+    inputs = {"q": normal(2, 2, 6, 16), "k2": normal(2, 2, 4, 16), "v2": normal(2, 2, 4, 16), "m": mask}
+    path = save(tmp_path / "model.onnx", body, inputs | cache, constants)
+    (expected,) = plain_session(path).run(None, inputs | cache)
+    hidden = ~mask.any((1, 2))[:, :30]
+    assert hidden.any()
+    for array in cache.values():
+        array[np.broadcast_to(hidden[:, None, :, None], array.shape)] = np.nan
+    body, constants = beside_a_product(body, constants, 16)
+    session = open_session(save(tmp_path / "ours.onnx", body, inputs | cache, constants), 2, "native", "fp32")
+    (y,) = session.run(None, inputs | cache)
+    np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("harm", ["cut", "empty", "longer", "header", "flags", "a folder"])
 def test_packed_files_that_are_not_whole_are_written_again(tmp_path: Path, harm: str) -> None:
     body = "d = DequantizeLinear<axis=0, block_size=32>(k, s) y = MatMul(x, d)"

@@ -35,11 +35,20 @@ std::vector<float> attend(const Kernels& kernels, Random& random, const Cache& c
   std::vector<AttentionRow> list;
   for (int r = 0; r < rows; r++)
     list.push_back({query + r * cache.size, mask.data() + r * mask_stride, result.data() + r * apart, sinks ? sinks + r : nullptr});
+  // Those after the first may lie elsewhere.
+  const int first = random.chance(0.5) ? random.integer(0, cache.length) : cache.length;
+  Cache before = cache;
+  const std::vector<float> later_keys(cache.keys.begin() + first * cache.size, cache.keys.end());
+  const std::vector<float> later_values(cache.values.begin() + first * cache.value_size, cache.values.end());
+  for (int j = first; j < cache.length; j++) before.spoil(j);
   AttentionCall call = {};
   call.rows = list.data();
-  call.keys = cache.keys.data();
-  call.values = cache.values.data();
+  call.keys = before.keys.data();
+  call.values = before.values.data();
+  call.later_keys = later_keys.data();
+  call.later_values = later_values.data();
   call.count = rows;
+  call.first = first;
   call.length = cache.length;
   call.size = cache.size;
   call.value_size = cache.value_size;

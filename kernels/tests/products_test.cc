@@ -1,4 +1,6 @@
 // Products: packed from what a graph holds, and compared with sums in double precision.
+#include <algorithm>
+
 #include "../packing.h"
 #include "check.h"
 
@@ -133,8 +135,9 @@ void make(Case& c, const Kernels& kernels, Random& random, Type type) {
 constexpr float kUntouched = 12345.0f;
 
 // The product of `rows` rows in one call, or with the tiles divided at random places; checks that nothing else is written.
+// It is added to `base`, [rows, columns], unless that is null.
 std::vector<float> multiply(const Case& c, const Kernels& kernels, Random& random, const float* x, int rows,
-                            ptrdiff_t stride, bool divide) {
+                            ptrdiff_t stride, bool divide, const float* base = nullptr) {
   const PackedWeights& w = c.packed;
   const int blocks = w.quantized() ? w.depth / w.block : 0;
   std::vector<int16_t> integers(size_t(rows) * size_t(w.depth));
@@ -161,6 +164,8 @@ std::vector<float> multiply(const Case& c, const Kernels& kernels, Random& rando
   }
   const int apart = w.columns + random.integer(0, 3);
   std::vector<float> y(size_t(rows) * size_t(apart) + 1, kUntouched);
+  a.adds = base != nullptr;
+  for (int r = 0; base && r < rows; r++) std::copy_n(base + r * w.columns, w.columns, y.begin() + r * apart);
   for (int from = 0; from < w.tiles();) {
     const int to = divide ? random.integer(from + 1, w.tiles()) : w.tiles();
     kernels.product(w, a, from, to, y.data(), apart);
@@ -178,10 +183,10 @@ std::vector<float> multiply(const Case& c, const Kernels& kernels, Random& rando
 
 // The bound: half a step of the activations' integers times the sum of the weights, for every block, and the roundings
 // of a sum of fp32 numbers in order.
-void compare(const Case& c, const float* x, const float* y) {
+void compare(const Case& c, const float* x, const float* base, const float* y) {
   const PackedWeights& w = c.packed;
   for (int n = 0; n < w.columns; n++) {
-    double expected = 0, bound = 0, sum = 0, largest = 0, block_sum = 0;
+    double expected = base ? double(base[n]) : 0, bound = 0, sum = std::fabs(expected), largest = 0, block_sum = 0;
     for (int k = 0; k < w.depth; k++) {
       const double weight = c.numbers[size_t(k) * size_t(w.columns) + size_t(n)];
       expected += double(x[k]) * weight;
@@ -210,23 +215,26 @@ void test_products(const Kernels& kernels, Random& random) {
     std::vector<float> x = random.normals(size_t(rows * stride), random.any_of({1e-3f, 1.0f, 300.0f}));
     for (int i = 0; i < 3; i++) x[size_t(random.integer(0, int(x.size()) - 1))] *= 1000;  // massive activations
     if (random.chance(0.3)) std::fill(x.begin(), x.begin() + depth, 0.0f);
-    const std::vector<float> all = multiply(c, kernels, random, x.data(), rows, stride, false);
+    const std::vector<float> addends = random.normals(size_t(rows * columns));
+    const bool adds = (type == Type::kFloat16 || type == Type::kFloat) && random.chance(0.5);
+    auto base = [&](int row) { return adds ? &addends[size_t(row * columns)] : nullptr; };
+    const std::vector<float> all = multiply(c, kernels, random, x.data(), rows, stride, false, base(0));
     for (int r = 0; r < rows; r++) {
       const float* const expected = &all[size_t(r * columns)];
-      compare(c, &x[size_t(r * stride)], expected);
-      const std::vector<float> alone = multiply(c, kernels, random, &x[size_t(r * stride)], 1, stride, false);
+      compare(c, &x[size_t(r * stride)], base(r), expected);
+      const std::vector<float> alone = multiply(c, kernels, random, &x[size_t(r * stride)], 1, stride, false, base(r));
       expect(same_bits(alone.data(), expected, size_t(columns)), "%s: row %d of %d differs from the row alone", c.text, r, rows);
     }
     for (int i = 0; i < 6; i++) {  // some of the rows, with the work divided
       const int first = random.integer(0, rows - 1), count = random.integer(1, rows - first);
-      const std::vector<float> some = multiply(c, kernels, random, &x[size_t(first * stride)], count, stride, true);
+      const std::vector<float> some = multiply(c, kernels, random, &x[size_t(first * stride)], count, stride, true, base(first));
       expect(same_bits(some.data(), &all[size_t(first * columns)], some.size()), "%s: rows %d to %d of %d differ",
              c.text, first, first + count, rows);
     }
     const int bad = random.integer(0, rows - 1);
     const float what = random.any_of({NAN, INFINITY, -INFINITY});
     x[size_t(bad * stride + random.integer(0, depth - 1))] = what;
-    const std::vector<float> with_bad = multiply(c, kernels, random, x.data(), rows, stride, true);
+    const std::vector<float> with_bad = multiply(c, kernels, random, x.data(), rows, stride, true, base(0));
     for (int r = 0; r < rows; r++) {
       const float* const row = &with_bad[size_t(r * columns)];
       if (r != bad) {
