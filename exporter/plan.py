@@ -1,6 +1,6 @@
 """``specexport plan``: estimates of a model's memory and speed on a device, with and without speculation.
 
-Nothing is loaded or built, and only unusual model families need torch.
+Nothing is loaded or built.
 
 Decoding one text is bound by reading weights, so a step takes the bytes that it reads divided by the memory's
 bandwidth. If each draft token is accepted with probability a, a step with K draft tokens yields

@@ -1,14 +1,11 @@
-"""Suggests methods for a target by rules of thumb, before anything is built. Only rare families need torch."""
+"""Suggests methods for a target by rules of thumb, before anything is built."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from tokenizers import Tokenizer
 
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
@@ -17,7 +14,7 @@ from specexport.contract.methods import known, method_type
 from specexport.contract.methods.base import SMALLER, Device, Suggestion, TargetProfile
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.sizes import has_mtp, model_sizes, require_whole_model
-from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer, stored_tokenizer
+from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
 from specexport.runtime.bundle import Bundle
 
 _USABLE = (3.0, 50.0)
@@ -50,7 +47,7 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
 
     Raises:
         BuildError: the target, or a draft, is not a checkpoint.
-        ImportError: transformers is needed to read one and is not installed.
+        ImportError: one is not a bundle, and torch or transformers is not installed.
     """
     path, bundle, layer = expanded(target), None, False
     if (path / MANIFEST_NAME).is_file():
@@ -72,17 +69,20 @@ def _drafts(
     target: Path, bundle: Bundle | None, size: int, names: Sequence[str]
 ) -> tuple[list[tuple[str, float]], dict[str, str]]:
     """Usable drafts, the best first, with the ratio of the target's size to theirs; and the reasons against others."""
+    if not names:
+        return [], {}
+    tokenizer = load_tokenizer(target).tokenizer if bundle is None else bundle.tokenizer()
     smaller: list[tuple[str, float]] = []
     refused: dict[str, str] = {}
     for name in names:
         path = locate(name, weights=False)
-        ratio = size / model_sizes(path).active
         try:
             require_whole_model(path)
-            _require_same_tokenizer(target, bundle, path, name)
+            require_same_tokenizer(tokenizer, load_tokenizer(path).tokenizer, name)
         except BuildError as error:
             refused[name] = str(error)
             continue
+        ratio = size / model_sizes(path).active
         if not _USABLE[0] <= ratio <= _USABLE[1]:
             refused[name] = f"{ratio:.1f} times smaller than the target; expected {SMALLER[0]:g} to {SMALLER[1]:g}"
             continue
@@ -98,18 +98,3 @@ def _built(manifest: Manifest) -> list[tuple[str, float]]:
         for method in manifest.methods
         if method.whole_model and not method.files and method.draft is not None
     ]
-
-
-def _require_same_tokenizer(target: Path, bundle: Bundle | None, draft: Path, name: str) -> None:
-    """Raises a BuildError if tokenizers differ both as stored and as transformers loads them."""
-
-    def compare(load: Callable[[Path], Tokenizer]) -> None:
-        require_same_tokenizer(load(target) if bundle is None else bundle.tokenizer(), load(draft), name)
-
-    try:
-        compare(stored_tokenizer)
-    except BuildError:
-        with contextlib.suppress(ImportError):
-            compare(lambda path: load_tokenizer(path).tokenizer)
-            return
-        raise

@@ -119,22 +119,6 @@ def _missing_reader(folder: Path) -> str | None:
     return None
 
 
-def stored_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint's ``tokenizer.json``, or transformers' conversion of its other files.
-
-    Raises:
-        BuildError: there is none.
-        ImportError: transformers is needed and not installed.
-    """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return load_tokenizer(folder).tokenizer
-    try:
-        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # tokenizers raises plain Exceptions
-        raise BuildError(f"{path}: its tokenizer could not be loaded: {error}") from error
-
-
 def require_same_tokenizer(target: Tokenizer, draft: Tokenizer, name: str) -> None:
     """Checks that a draft, called ``name``, gives every token the target's id, except padding of the vocabularies.
 
@@ -221,10 +205,10 @@ def other_tokens(folder: Path, used: Tokenizer) -> SettingNote | None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
-    stated = stored_tokenizer(folder)
-    stated.no_truncation()
-    stated.no_padding()
-    with contextlib.suppress(Exception):  # a tokenizer may fail on any text
+    with contextlib.suppress(Exception):  # transformers may read other files, and a tokenizer may fail on any text
+        stated = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        stated.no_truncation()
+        stated.no_padding()
         if any(
             len({tuple(part.encode(text, add_special_tokens=False).ids) for part in (stated, used)}) > 1
             for text in _PROBES
