@@ -32,8 +32,9 @@ from specexport.exporter.checkpoints.sizes import ModelSizes
 from specexport.exporter.checkpoints.stored import save_head_tensors
 from specexport.exporter.method import MetaDraft
 from specexport.graphs.attention import lowering
-from specexport.methods.dflash import MAX_BLOCK, DFlash, DFlashOptions, block_inputs
+from specexport.methods.dflash import MAX_BLOCK, DFlash, block_inputs
 from specexport.methods.dflash.graph import BlockSettings, DFlashDraft, DFlashModule, block_lowering
+from specexport.methods.hidden_states import StatesDraftOptions
 from specexport.methods.hidden_states.checkpoint import (
     EMBEDDING,
     HEAD,
@@ -191,20 +192,18 @@ def save_dflash(
     save_head_tensors(folder, config, state)
 
 
-class DFlashExporter(StatesDraftExporter[DFlashOptions, DFlash]):
+class DFlashExporter(StatesDraftExporter[DFlash]):
     """Exports a few layers that draft a block in one pass."""
 
-    read = staticmethod(read_dflash)
-
-    def method_for(self, options: DFlashOptions, outline: Any, **fields: Any) -> DFlash:
-        return DFlash(model=options.model, block_size=outline.block_size, **fields)
+    def own_fields(self, outline: Any) -> dict[str, Any]:
+        return {"block_size": outline.block_size}
 
     def default_trees(self, method: DFlash) -> tuple[TokenTree, ...]:
         sizes = [size for size in method.default_sizes if size < method.block_size] or [method.block_size - 1]
         return tuple(TokenTree.chain(size + 1) for size in sizes)
 
-    def meta_draft(self, options: DFlashOptions, target: str, sizes: ModelSizes) -> MetaDraft:
-        block = self.read(options.model).block_size - 1
+    def meta_draft(self, options: StatesDraftOptions, target: str, sizes: ModelSizes) -> MetaDraft:
+        block = read_dflash(self.source(options, target)).block_size - 1
         return dataclasses.replace(super().meta_draft(options, target, sizes), block=block)
 
     def trace(self, method: DFlash, draft: Checkpoint, build: Build) -> ir.Model:
@@ -242,4 +241,4 @@ def trace_dflash(draft: DFlashDraft, shapes: Sequence[CacheLayer], lowering: Low
     return traced
 
 
-EXPORTER = DFlashExporter()
+EXPORTER = DFlashExporter(DFlash, read_dflash)

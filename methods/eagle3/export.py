@@ -17,7 +17,7 @@ import torch
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.stored import save_head_tensors
-from specexport.methods.eagle3 import Eagle3, Eagle3Options
+from specexport.methods.eagle3 import Eagle3
 from specexport.methods.eagle3.graph import Eagle3Draft
 from specexport.methods.hidden_states.checkpoint import (
     D2T,
@@ -150,13 +150,4 @@ def save_eagle3(
     save_head_tensors(folder, config, state)
 
 
-class Eagle3Exporter(OwnStateExporter[Eagle3Options, Eagle3]):
-    """Exports a layer that drafts from states between the target's layers."""
-
-    read = staticmethod(read_eagle3)
-
-    def method_for(self, options: Eagle3Options, outline: Any, **fields: Any) -> Eagle3:
-        return Eagle3(model=options.model, draft_hidden=outline.layer.hidden_size, **fields)
-
-
-EXPORTER = Eagle3Exporter()
+EXPORTER = OwnStateExporter(Eagle3, read_eagle3)

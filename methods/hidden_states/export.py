@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,24 +27,32 @@ from specexport.graphs.attention import TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
 from specexport.graphs.propose import MAX_CANDIDATES
 from specexport.methods.hidden_states import OwnStateDraft, StatesDraft, StatesDraftOptions, own_state_inputs
-from specexport.methods.hidden_states.checkpoint import load_draft
+from specexport.methods.hidden_states.checkpoint import DraftOutline, load_draft
 from specexport.methods.hidden_states.graph import OwnStateModule, OwnStatePass, OwnStateStart
 
-P = TypeVar("P", bound=StatesDraftOptions)
 S = TypeVar("S", bound=StatesDraft)
 O = TypeVar("O", bound=OwnStateDraft)
 
 
-class StatesDraftExporter(MethodExporter[P, S]):
-    """Exports a draft that computes its rows from states between the target's layers."""
+class StatesDraftExporter(MethodExporter[StatesDraftOptions, S]):
+    """Exports a draft that computes its rows from states between the target's layers.
 
-    def source(self, method: P | S, target: str) -> str:
+    Args:
+        kind: the method's entry in a bundle.
+        read: reads a draft's configuration from a folder or hub id, without its weights.
+    """
+
+    def __init__(self, kind: type[S], read: Callable[[str], DraftOutline]) -> None:
+        self.kind = kind
+        self.read = read
+
+    def source(self, method: StatesDraftOptions | S, target: str) -> str:
         """The folder or hub id of the draft."""
         return str(getattr(method, "model", target))
 
     @abstractmethod
-    def read(self, source: str) -> Any:  # a DraftOutline of the method's own type
-        """Reads a draft's configuration from a folder or hub id, without its weights."""
+    def own_fields(self, outline: Any) -> dict[str, Any]:
+        """The fields of the method's entry that other such drafts lack, from a draft's configuration."""
 
     @abstractmethod
     def reference_logits(
@@ -58,16 +66,13 @@ class StatesDraftExporter(MethodExporter[P, S]):
         """
 
     # --- the build ----------------------------------------------------------------------------------------------------
-    @abstractmethod
-    def method_for(self, options: P, outline: Any, **fields: Any) -> S:
-        """The method with these options and this checkpoint; ``fields`` are those that all such drafts share."""
-
-    def resolve(self, options: P, target: TargetInfo) -> S:
+    def resolve(self, options: StatesDraftOptions, target: TargetInfo) -> S:
         outline = self.read(self.source(options, str(target.path)))
         outline.require_fit(hidden=target.hidden, vocab=target.vocab, layers=target.layers)
-        return self.method_for(
-            options,
-            outline,
+        named = {key: getattr(options, key) for key in self.kind.sources}
+        return self.kind(
+            **named,
+            **self.own_fields(outline),
             trees=(),
             dynamic_tree=options.dynamic_tree,
             states=outline.seen(target.layers),
@@ -76,7 +81,7 @@ class StatesDraftExporter(MethodExporter[P, S]):
             candidates=min(MAX_CANDIDATES, outline.draft_vocab),
         )
 
-    def plan(self, options: P, target: TargetInfo) -> S:
+    def plan(self, options: StatesDraftOptions, target: TargetInfo) -> S:
         planned = super().plan(options, target)
         return msgspec.structs.replace(planned, rows=1 + max(tree.depth for tree in planned.token_trees()))
 
@@ -85,7 +90,7 @@ class StatesDraftExporter(MethodExporter[P, S]):
         with build.during(f"loading the {method.draft_name}"):
             return load_draft(self.read(source), build.source, positions, family=method.role, source=source)
 
-    def meta_draft(self, options: P, target: str, sizes: ModelSizes) -> MetaDraft:
+    def meta_draft(self, options: StatesDraftOptions, target: str, sizes: ModelSizes) -> MetaDraft:
         source = self.source(options, target)
         read = self.read(source)
         read.require_fit(hidden=sizes.hidden, vocab=sizes.vocab, layers=sizes.layers)
@@ -117,8 +122,11 @@ class StatesDraftExporter(MethodExporter[P, S]):
             yield expected.numpy(), chosen.numpy()
 
 
-class OwnStateExporter(StatesDraftExporter[P, O]):
+class OwnStateExporter(StatesDraftExporter[O]):
     """Exports a draft that reads its own state at tokens that the target has not read yet."""
+
+    def own_fields(self, outline: Any) -> dict[str, Any]:
+        return {"draft_hidden": outline.layer.hidden_size}
 
     def trace(self, method: O, draft: Checkpoint, build: Build) -> ir.Model:
         first, one_pass = trace_own_state(draft.model, draft.cache, build.options.lowering)

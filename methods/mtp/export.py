@@ -33,7 +33,7 @@ from specexport.graphs.experts import EXPERTS_NAME
 from specexport.methods.hidden_states.checkpoint import DraftOutline
 from specexport.methods.hidden_states.export import OwnStateExporter
 from specexport.methods.hidden_states.graph import OwnStateModule
-from specexport.methods.mtp import MTP, MTPOptions
+from specexport.methods.mtp import MTP
 
 _QWEN = {"mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.", "mtp.": ""}
 _DEEPSEEK = {
@@ -178,13 +178,4 @@ def read_mtp(source: str) -> MTPOutline:
     )
 
 
-class MTPExporter(OwnStateExporter[MTPOptions, MTP]):
-    """Exports the MTP layer, which follows the target's last layer."""
-
-    read = staticmethod(read_mtp)
-
-    def method_for(self, options: MTPOptions, outline: Any, **fields: Any) -> MTP:
-        return MTP(draft_hidden=outline.layer.hidden_size, **fields)
-
-
-EXPORTER = MTPExporter()
+EXPORTER = OwnStateExporter(MTP, read_mtp)
