@@ -15,7 +15,7 @@ import onnx_ir as ir
 from specexport.contract import tensors
 from specexport.contract.model import StoredAs
 from specexport.exporter import quantize
-from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales, StoredTensor
+from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales, StoredTensor, transposed
 from specexport.exporter.dequantize import (
     GATHERED,
     StoredFactors,
@@ -244,7 +244,9 @@ class WeightsFile(DataFile):
         stack, bracket, index = name.partition("[")
         tensor = self._tensors.get(stack)
         scales = tensor.scales() if isinstance(tensor, QuantizedTensor) else None
-        return scales.of_expert(int(index.removesuffix("]"))) if scales is not None and bracket else scales
+        if scales is None or not bracket:
+            return scales
+        return scales.each(lambda stacked: stacked[int(index.removesuffix("]"))])
 
     def _store(self, graph: ir.Graph, copy: MatrixCopy) -> StoredMatrix:
         """Writes the numbers, then the scales, and zero points and offsets if there are any."""
@@ -256,7 +258,7 @@ class WeightsFile(DataFile):
         if kept is not None:
             values: Sequence[npt.NDArray[Any] | None] = kept.values()
             if copy.by_rows:
-                values, kept = [array if array is None else array.T for array in values], kept.transposed()
+                values, kept = [array if array is None else array.T for array in values], kept.each(transposed)
             numbers = self._numbers(copy, values)
         elif copy.block is None:
             largest = np.max([np.abs(chunk).max(axis=0) for chunk in row_chunks(copy.matrix)], axis=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ import msgspec
 
 from specexport.contract.errors import BuildError
 from specexport.contract.model import Count, Probability
+
+_NEXT_RANK = 0.3
+"""Assumed ratio of the accuracies of a candidate and of the next better one."""
 
 
 @dataclass(frozen=True)
@@ -63,3 +67,11 @@ def accuracy_config(accuracy: HeadAccuracy | None) -> dict[str, Any]:
         "head_accuracy": [[round(float(share), 5) for share in row] for row in accuracy.ranks],
         "path_accuracy": [[list(path), round(float(share), 5)] for path, share in accuracy.paths.items()],
     }
+
+
+def assumed_chance(path: Sequence[int], best: Sequence[float]) -> float:
+    """The probability of a path of ranks that was not measured, from the accuracy of the best candidate at each depth.
+
+    The last of ``best`` holds for all further depths.
+    """
+    return math.prod(best[min(at, len(best) - 1)] * _NEXT_RANK**rank for at, rank in enumerate(path))

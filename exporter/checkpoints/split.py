@@ -26,25 +26,10 @@ from specexport.exporter.checkpoints.stored import attach_stored, read_weights, 
 from specexport.graphs.ops import combine_by, join_of_ranks, sum_of_ranks
 
 
-class _SumOfRanks(torch.nn.Module):
-    def __init__(self, part: torch.nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        output: torch.Tensor = sum_of_ranks(self.part(*arguments, **named))
-        return output
-
-
-class _JoinOfRanks(torch.nn.Module):
-    def __init__(self, part: torch.nn.Module, ranks: int) -> None:
-        super().__init__()
-        self.part = part
-        self.ranks = ranks
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = join_of_ranks(self.part(rows), self.ranks)
-        return output
+def _sum(_module: torch.nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook of modules whose outputs the ranks sum."""
+    summed: torch.Tensor = sum_of_ranks(output)
+    return summed
 
 
 class _SplitEmbedding(torch.nn.Module):
@@ -107,16 +92,16 @@ class _Splitter:
         module.bias = module.bias if module.bias is None else self.share(module.bias, 0)
         module.out_features //= self.ranks
 
-    def rows(self, module: Any, name: str) -> torch.nn.Module:
+    def rows(self, module: Any, name: str) -> None:
         """Keeps a share of a product's rows; the ranks sum their results, and one of them adds the bias."""
         self.require(module.in_features, f"rows of {name}")
         module.weight = self.share(module.weight, 1)
         module.in_features //= self.ranks
         if module.bias is not None and self.rank:
             module.bias = torch.nn.Parameter(torch.zeros_like(module.bias), requires_grad=False)
-        return _SumOfRanks(module)
+        module.register_forward_hook(_sum)
 
-    def experts(self, module: Any, name: str, plan: dict[str, str]) -> torch.nn.Module:
+    def experts(self, module: Any, name: str, plan: dict[str, str]) -> None:
         """Keeps a share of each expert's columns, like :meth:`columns`."""
         for key, parameter in list(module.named_parameters(recurse=False)):
             style = plan.get(key)
@@ -128,7 +113,7 @@ class _Splitter:
             packed = style == "packed_colwise"
             self.require(parameter.shape[axis] // (2 if packed else 1), f"columns of {name}")
             setattr(module, key, self.share(parameter, axis, packed))
-        return _SumOfRanks(module)
+        module.register_forward_hook(_sum)
 
 
 def split(model: Any, rank: int, ranks: int) -> Any:
@@ -144,20 +129,19 @@ def split(model: Any, rank: int, ranks: int) -> Any:
     if not layers:
         raise BuildError("transformers has no plan to split it (base_model_tp_plan)")
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): (name, style) for name, style in layers.items()}
-    for name, module in list(rank_model.named_modules()):
+    for name, module in rank_model.named_modules():
         split_kind = next((kind for pattern, kind in patterns.items() if pattern.fullmatch(name)), None)
         if split_kind is None or split_kind[1] in ("replicated_with_grad_allreduce", "replicate"):
             continue
         pattern, style = split_kind
-        above, _, leaf = name.rpartition(".")
         short = re.sub(r"^.*\.\d+\.", "", name)
         if style == "colwise" and isinstance(module, torch.nn.Linear):
             splitter.columns(module, short)
         elif style == "rowwise" and isinstance(module, torch.nn.Linear):
-            setattr(rank_model.get_submodule(above), leaf, splitter.rows(module, short))
+            splitter.rows(module, short)
         elif style == "moe_tp_experts":
             styles = {key.rpartition(".")[2]: of for key, of in layers.items() if key.startswith(f"{pattern}.")}
-            setattr(rank_model.get_submodule(above), leaf, splitter.experts(module, short, styles))
+            splitter.experts(module, short, styles)
         else:
             raise BuildError(f"{short} is to be split in a way that is not supported ({style})")
     if embedding.weight.shape[0] % ranks == 0 and head.weight.shape[0] % ranks == 0:
@@ -167,7 +151,7 @@ def split(model: Any, rank: int, ranks: int) -> Any:
         if getattr(head, "bias", None) is not None:
             head.bias = splitter.share(head.bias, 0)
         rank_model.set_input_embeddings(_SplitEmbedding(embedding, rank * rows, rows))
-        rank_model.set_output_embeddings(_JoinOfRanks(head, ranks))
+        head.register_forward_hook(lambda _module, _args, part: join_of_ranks(part, ranks))
     return rank_model
 
 

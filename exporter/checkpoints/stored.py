@@ -61,6 +61,14 @@ class StoredTensor:
         return tensor
 
 
+ArrayChange = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+
+
+def transposed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """An array whose last two axes are exchanged."""
+    return np.ascontiguousarray(array.swapaxes(-1, -2))
+
+
 @dataclass(frozen=True)
 class Factors:
     """Numbers ``[...,G,N]``, stored as products of small integers and shared factors.
@@ -80,14 +88,9 @@ class Factors:
             values = np.repeat(values, self.fine.shape[-2] // values.shape[-2], axis=-2) * self.fine
         return values
 
-    def transposed(self) -> Factors:
-        """The factors of the transposed matrix: the blocks move from the last axis to the last but one."""
-        fine = None if self.fine is None else np.ascontiguousarray(self.fine.swapaxes(-1, -2))
-        return Factors(np.ascontiguousarray(self.coarse.swapaxes(-1, -2)), fine)
-
-    def of_expert(self, index: int) -> Factors:
-        """The factors of one matrix of a stack."""
-        return Factors(self.coarse[index], None if self.fine is None else self.fine[index])
+    def each(self, change: ArrayChange) -> Factors:
+        """Both arrays, changed."""
+        return Factors(change(self.coarse), None if self.fine is None else change(self.fine))
 
 
 @dataclass(frozen=True)
@@ -117,17 +120,11 @@ class Scales:
         """Scales, zero points and offsets, computed from their factors."""
         return self.scale.values(), self.zero, None if self.offset is None else self.offset.values()
 
-    def transposed(self) -> Scales:
-        """The scales of the transposed matrix ``[N,K]``."""
-        zero = None if self.zero is None else np.ascontiguousarray(self.zero.swapaxes(-1, -2))
-        offset = None if self.offset is None else self.offset.transposed()
-        return replace(self, scale=self.scale.transposed(), zero=zero, offset=offset)
-
-    def of_expert(self, index: int) -> Scales:
-        """The scales of one matrix of a stack."""
-        zero = None if self.zero is None else self.zero[index]
-        offset = None if self.offset is None else self.offset.of_expert(index)
-        return replace(self, scale=self.scale.of_expert(index), zero=zero, offset=offset)
+    def each(self, change: ArrayChange) -> Scales:
+        """All arrays, changed; such as those of one matrix of a stack, or of the transposed matrix."""
+        zero = None if self.zero is None else change(self.zero)
+        offset = None if self.offset is None else self.offset.each(change)
+        return replace(self, scale=self.scale.each(change), zero=zero, offset=offset)
 
 
 @dataclass(frozen=True)

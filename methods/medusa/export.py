@@ -9,9 +9,8 @@ in the model's own projection; ``{i}.{layers}.weight`` is then ``[H,H]`` instead
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -23,7 +22,7 @@ from specexport.contract.folders import expanded
 from specexport.contract.methods import MethodOptions, RankedMethod
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build_state import BuildPlan
-from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
+from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config, assumed_chance
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, clamp_tokens, load_reference, reference_states
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
 from specexport.exporter.checkpoints.stored import (
@@ -45,8 +44,6 @@ COMPATIBLE = "fasterdecoding"
 """Subfolder with the heads in the layout of ``FasterDecoding/Medusa``."""
 PUBLISHED_ACCURACY = (0.56, 0.32, 0.20, 0.15)
 """Top-1 accuracy of heads 1 to 4 of Vicuna-7B (arXiv 2401.10774)."""
-NEXT_RANK = 0.3
-"""Assumed ratio of the accuracies of a candidate and of the next better one, if they were not measured."""
 _PREFIX = "medusa_head."
 _NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
 _MAX_HEADS, _MAX_LAYERS = 16, 16
@@ -226,10 +223,16 @@ class HeadsExporter(MethodExporter[O, H]):
     """The method's field that names the heads' folder."""
 
     def tree_of_size(self, method: H, size: int) -> TokenTree:
-        """See :class:`MethodExporter`; the best tree of that size."""
-        heads = self._heads(method)
-        weight, depth = path_weight(heads, self.earlier_accuracy), len(self.earlier_accuracy) + heads.count
-        return TokenTree.best(weight, size + 1, method.candidates, depth)
+        """See :class:`MethodExporter`; the best tree of that size, by measured or else by published accuracies."""
+        heads, earlier = self._heads(method), self.earlier_accuracy
+
+        def chance(path: tuple[int, ...]) -> float:
+            first, ahead = assumed_chance(path[: len(earlier)], earlier), path[len(earlier) :]
+            if heads.accuracy is None:
+                return first * assumed_chance(ahead, PUBLISHED_ACCURACY)
+            return first * heads.accuracy.paths.get(ahead, 0.0) if ahead else first
+
+        return TokenTree.best(chance, size + 1, method.candidates, len(earlier) + heads.count)
 
     def default_trees(self, method: H) -> tuple[TokenTree, ...]:
         """See :class:`MethodExporter`; the checkpoint's tree, if it has one."""
@@ -273,26 +276,6 @@ def heads_of(source: str, model: Checkpoint) -> MedusaHeads:
     """Loads the heads of a model."""
     hidden = int(model.model.get_output_embeddings().weight.shape[1])
     return read_medusa(expanded(source)).load(hidden=hidden, vocab=model.vocab_size)
-
-
-def path_weight(heads: HeadsOutline, base: tuple[float, ...]) -> Callable[[tuple[int, ...]], float]:
-    """A function that returns the probability of a path of ranks, by measured or else by published accuracies.
-
-    ``base`` are the probabilities of the depths before the heads' depths.
-    """
-
-    def weight(path: tuple[int, ...]) -> float:
-        first = math.prod(chance * NEXT_RANK**rank for chance, rank in zip(base, path, strict=False))
-        ahead = path[len(base) :]
-        if not ahead:
-            return first
-        if heads.accuracy is not None:
-            return first * heads.accuracy.paths.get(ahead, 0.0)
-        last = len(PUBLISHED_ACCURACY) - 1
-        chances = (PUBLISHED_ACCURACY[min(at, last)] * NEXT_RANK**rank for at, rank in enumerate(ahead))
-        return math.prod(chances, start=first)
-
-    return weight
 
 
 def reference_heads(model: Any, heads: Path, text: Array) -> Array:

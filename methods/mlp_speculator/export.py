@@ -8,9 +8,8 @@ stages share may be stored once or for each stage.
 from __future__ import annotations
 
 import itertools
-import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,7 +28,7 @@ from specexport.contract.signature import stage_outputs
 from specexport.contract.tree import TokenTree
 from specexport.exporter import trace
 from specexport.exporter.build_state import Build, BuildPlan
-from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config
+from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config, assumed_chance
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_reference, reference_states
 from specexport.exporter.checkpoints.documents import CONFIG, read_config, require_trained_for
 from specexport.exporter.checkpoints.locate import locate
@@ -42,7 +41,6 @@ from specexport.exporter.checkpoints.stored import (
 )
 from specexport.exporter.method import Array, MethodExporter, TargetInfo, Verification
 from specexport.graphs.propose import MAX_CANDIDATES
-from specexport.methods.medusa.export import NEXT_RANK
 from specexport.methods.mlp_speculator import MAX_STAGES, MlpSpeculator, MlpSpeculatorOptions, speculator_inputs
 from specexport.methods.mlp_speculator.graph import SpeculatorModule, SpeculatorStages
 
@@ -230,7 +228,14 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
     def tree_of_size(self, method: MlpSpeculator, size: int) -> TokenTree:
         """See :class:`MethodExporter`; no wider than the speculator's widths."""
         outline = read_speculator(method.model)
-        tree = TokenTree.best(_path_weight(outline), size + 1, max(outline.widths), outline.stages)
+
+        def weight(path: tuple[int, ...]) -> float:
+            if any(rank >= width for rank, width in zip(path, outline.widths, strict=False)):
+                return 0.0
+            assumed = assumed_chance(path, [_STAGE_ACCURACY])
+            return assumed if outline.accuracy is None else outline.accuracy.paths.get(path, _NEVER_SEEN * assumed)
+
+        tree = TokenTree.best(weight, size + 1, max(outline.widths), outline.stages)
         if len(tree) != size + 1:
             raise BuildError(
                 f"num_speculative_tokens is {size}, and the widest tree of {outline.path} has {len(tree) - 1}: its "
@@ -287,23 +292,6 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
             with torch.no_grad():
                 expected = stages.logits(hidden[-1], torch.tensor([text[-1], *drafted[:-1].tolist()]))
             yield expected.numpy(), drafted
-
-
-def _path_weight(outline: SpeculatorOutline) -> Callable[[tuple[int, ...]], float]:
-    """A function that returns the weight of a path of ranks: its measured or else its assumed probability.
-
-    A path that was never right when accuracy was measured weighs far less than paths that were.
-    """
-
-    def weight(path: tuple[int, ...]) -> float:
-        if any(rank >= width for rank, width in zip(path, outline.widths, strict=False)):
-            return 0.0
-        usual = math.prod(_STAGE_ACCURACY * NEXT_RANK**rank for rank in path)
-        if outline.accuracy is None:
-            return usual
-        return outline.accuracy.paths.get(path, _NEVER_SEEN * usual)
-
-    return weight
 
 
 def trace_speculator(speculator: SpeculatorStages, lowering: LoweredAs) -> ir.Model:

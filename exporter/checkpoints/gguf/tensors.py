@@ -22,7 +22,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.gguf.header import Header, TensorPlace
-from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales, StoredTensor
+from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales, StoredTensor, transposed
 
 _Bytes = npt.NDArray[np.uint8]
 _FLOATS = {GGMLQuantizationType.F32: "F32", GGMLQuantizationType.F16: "F16", GGMLQuantizationType.BF16: "BF16"}
@@ -127,7 +127,7 @@ def scales_of(data: _Bytes, kind: GGMLQuantizationType) -> Scales:
     """The scales and offsets of a matrix of a type in :data:`KEPT`, from its rows ``[N,bytes]``."""
     block = KEPT[kind]
     scale, offset = block.parts(data.reshape(len(data), -1, GGML_QUANT_SIZES[kind][1]))
-    return Scales(block.kind, block.group, scale.transposed(), None, None if offset is None else offset.transposed())
+    return Scales(block.kind, block.group, scale, None, offset).each(transposed)
 
 
 def format_of(header: Header) -> str:
