@@ -63,8 +63,7 @@ class DataFile:
 def pack_int4(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
     """Packs two integers per byte, the first in the low half, as ONNX stores INT4."""
     nibbles = values.reshape(-1).view(np.uint8) & np.uint8(0xF)
-    packed: npt.NDArray[np.uint8] = nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
-    return packed
+    return nibbles[0::2] | (nibbles[1::2] << np.uint8(4))
 
 
 def pair_int4(blocks: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
@@ -74,8 +73,7 @@ def pair_int4(blocks: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
     ``[R,blocks,block/2,...]``.
     """
     first, second = np.split(blocks, 2, axis=2)
-    pairs: npt.NDArray[np.int8] = first * np.int8(16) + second
-    return pairs
+    return first * np.int8(16) + second
 
 
 def split_int4(pairs: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
@@ -87,5 +85,4 @@ def split_int4(pairs: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
 def unpack_int4(packed: npt.NDArray[np.uint8], shape: tuple[int, ...]) -> npt.NDArray[np.int8]:
     """Undoes :func:`pack_int4`."""
     both = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=1).reshape(shape)
-    signed: npt.NDArray[np.int8] = (both.astype(np.int8) ^ np.int8(8)) - np.int8(8)
-    return signed
+    return (both.astype(np.int8) ^ np.int8(8)) - np.int8(8)

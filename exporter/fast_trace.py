@@ -56,8 +56,7 @@ def fast_trace() -> Iterator[None]:
         graphs = [module.graph for module in modules]
         composites = torch.export.default_decompositions()
         if not all(_stays(node, registry, composites) for graph in graphs for node in graph.nodes):
-            decomposed: torch.export.ExportedProgram = decompose(program, registry)
-            return decomposed
+            return decompose(program, registry)
         for module in modules:
             for node in list(module.graph.nodes):
                 _lower(module.graph, node)

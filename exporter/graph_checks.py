@@ -162,8 +162,7 @@ class StepSession:
             else:  # a portable graph returns only the new rows
                 rows = outputs[name.replace("past_", "new_", 1)]
                 cache[:, :, past : past + rows.shape[2]] = rows
-        logits: Array = outputs[tensors.LOGITS][0]
-        return logits
+        return outputs[tensors.LOGITS][0]
 
     def _state_inputs(self, past: int, tokens: int) -> tuple[dict[str, Array], list[Array], dict[str, Array]]:
         """Inputs of layers without attention, and buffers for their new rows.
@@ -280,8 +279,7 @@ def _finite(value: float) -> float:
 
 def _log_probabilities(logits: Array) -> Array:
     moved = logits - logits.max(axis=-1, keepdims=True)
-    result: Array = moved - np.log(np.exp(moved).sum(axis=-1, keepdims=True, dtype=np.float64)).astype(np.float32)
-    return result
+    return moved - np.log(np.exp(moved).sum(axis=-1, keepdims=True, dtype=np.float64)).astype(np.float32)
 
 
 def energy(logits: Array) -> float:

@@ -187,8 +187,7 @@ class MethodExporter(Generic[O, M]):
 
 def exporter_of(method: Method | MethodOptions) -> MethodExporter[Any, Any]:
     """A method's exporter: ``EXPORTER`` of its module ``export``, if it has one."""
-    exporter: MethodExporter[Any, Any] = getattr(part(method, "export"), "EXPORTER", None) or MethodExporter()
-    return exporter
+    return getattr(part(method, "export"), "EXPORTER", None) or MethodExporter()
 
 
 def _distinct(name: str, trees: tuple[TokenTree, ...]) -> tuple[TokenTree, ...]:

@@ -118,13 +118,10 @@ def column_scales(largest: npt.NDArray[np.float32], kind: Kind) -> npt.NDArray[n
     Scales of fp8 are powers of two, which lose no precision and are the same numbers in fp32, fp16 and bf16: a graph in
     fp32 and an engine in fp16 then multiply the same weights.
     """
-    scales: npt.NDArray[np.float32]
     if kind == "fp8":
         exponent = np.ceil(np.log2(np.maximum(largest, _TINY) / _MAX_FLOAT8))
-        scales = np.exp2(exponent.clip(_MIN_EXPONENT, _MAX_EXPONENT)).astype(np.float32)
-    else:
-        scales = np.where(largest > 0, np.maximum(largest / _MAX_INT8, _TINY), np.float32(1))
-    return scales
+        return np.exp2(exponent.clip(_MIN_EXPONENT, _MAX_EXPONENT)).astype(np.float32)
+    return np.where(largest > 0, np.maximum(largest / _MAX_INT8, _TINY), np.float32(1))
 
 
 def fit_blocks(matrix: npt.NDArray[np.float32], axis: int, block: int, *, zero_points: bool) -> Blocks:

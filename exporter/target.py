@@ -84,7 +84,7 @@ def read_calibration_text(build: Build) -> list[int]:
     """The tokens of the calibration text; none if the options do not calibrate."""
     path = build.options.calibration_data
     text = calibration_text(path) if build.options.calibrated else ""
-    tokens: list[int] = build.tokenizer.tokenizer.encode(text).ids
+    tokens = build.tokenizer.tokenizer.encode(text).ids
     if path is not None and len(tokens) < MIN_TOKENS:
         raise BuildError(f"{path}: {counted(len(tokens), 'token')} of calibration data; expected at least {MIN_TOKENS}")
     return tokens

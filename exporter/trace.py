@@ -215,8 +215,7 @@ def _root_cause(error: BaseException) -> BaseException:
 @functools.lru_cache(maxsize=8)
 def _accept(rule: AcceptRule, max_children: int, candidates: int) -> bytes:
     """A serialized accept graph, which takes long to trace and is the same for every model."""
-    serialized: bytes = ir.to_proto(trace_accept(rule, max_children, candidates)).SerializeToString()
-    return serialized
+    return ir.to_proto(trace_accept(rule, max_children, candidates)).SerializeToString()
 
 
 def write_program(

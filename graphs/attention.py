@@ -163,8 +163,7 @@ def sample_masks(max_positions: int) -> Iterator[None]:
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
 
     def rows(*, mask_function: Any, **_: Any) -> torch.Tensor:
-        mask: torch.Tensor = mask_function(zero, zero, queries, keys)
-        return mask.expand(1, 1, 2, max_positions)
+        return mask_function(zero, zero, queries, keys).expand(1, 1, 2, max_positions)
 
     AttentionMaskInterface.register(ATTENTION_NAME, rows)
     try:

@@ -57,8 +57,7 @@ def apply_experts(
     total = weighted[:, 0]
     for rank in range(1, chosen):
         total = total + weighted[:, rank]
-    summed: torch.Tensor = sum_of_experts(total, hidden_states, rows, products, top_k_index, top_k_weights)
-    return summed
+    return sum_of_experts(total, hidden_states, rows, products, top_k_index, top_k_weights)
 
 
 def _linear(module: Any, name: str, rows: torch.Tensor, used: torch.Tensor) -> torch.Tensor:

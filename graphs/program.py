@@ -29,7 +29,7 @@ _REJECTED = 2.0**20
 def _chunks(values: torch.Tensor, size: int, filler: float) -> torch.Tensor:
     """``[...,V]`` as ``[...,C,size]``, padded with ``filler``."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % size), value=filler)
-    return padded.unflatten(-1, (padded.shape[-1] // size, size))  # type: ignore[no-any-return, no-untyped-call]
+    return padded.unflatten(-1, (padded.shape[-1] // size, size))  # type: ignore[no-untyped-call]
 
 
 def _weight_above(scores: torch.Tensor, weights: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:

@@ -64,8 +64,7 @@ def run_model(
             out = model(**read, position_ids=position_ids, past_key_values=cache, use_cache=True)
     finally:
         hook.remove()
-    logits: torch.Tensor = out.logits
-    return logits.float(), head_rows[0]
+    return out.logits.float(), head_rows[0]
 
 
 class Addition(torch.nn.Module, ABC):

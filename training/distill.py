@@ -156,14 +156,12 @@ def accepted_positions(
         m(input_ids=trajectories[:, :-1], use_cache=False, logits_to_keep=new).logits.float() for m in (target, draft)
     )
     if temperature == 0.0:
-        greedy: torch.Tensor = q.argmax(dim=-1) == tokens[..., 0]
-        return greedy
+        return q.argmax(dim=-1) == tokens[..., 0]
     ratio = (
         (q / temperature).log_softmax(-1).gather(-1, tokens) - (p / temperature).log_softmax(-1).gather(-1, tokens)
     ).exp()
     draws = torch.rand(tokens.shape[:2], generator=torch.Generator().manual_seed(seed))
-    accepted: torch.Tensor = draws.to(ratio.device) < ratio[..., 0]
-    return accepted
+    return draws.to(ratio.device) < ratio[..., 0]
 
 
 def acceptance_length(accepted: torch.Tensor, draft_tokens: int) -> float:

@@ -340,8 +340,7 @@ def with_draft(method: M, model: Model) -> M:
 
 
 def _replaced(method: M, **changes: Any) -> M:
-    changed: M = msgspec.structs.replace(cast(Any, method), **changes)
-    return changed
+    return msgspec.structs.replace(cast(Any, method), **changes)
 
 
 def verified_widths(target: Model) -> set[int]:

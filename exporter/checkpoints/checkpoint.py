@@ -217,8 +217,7 @@ def load_reference(path: Path, described: Model, layers: int | None = None) -> A
 def reference_logits(model: Any, text: Array) -> Array:
     """A model's logits after each token of a text, float32 ``[N,V]``."""
     with torch.no_grad():
-        logits: Array = model(torch.from_numpy(text)[None], use_cache=False).logits[0].float().numpy()
-    return logits
+        return model(torch.from_numpy(text)[None], use_cache=False).logits[0].float().numpy()
 
 
 def reference_states(model: Any, text: Array) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,11 +231,9 @@ def reference_states(model: Any, text: Array) -> tuple[torch.Tensor, torch.Tenso
 def reference_embeds(model: Any, text: Array) -> Array:
     """The embeddings of a text's tokens, float32 ``[N,H]``, which the model accepts instead of tokens."""
     with torch.no_grad():
-        embeds: Array = model.get_input_embeddings()(torch.from_numpy(text)).float().numpy()
-    return embeds
+        return model.get_input_embeddings()(torch.from_numpy(text)).float().numpy()
 
 
 def clamp_tokens(tokens: list[int], model: Any) -> Array:
     """Tokens as graphs read them: ids beyond the embedding become the last id."""
-    clamped: Array = np.minimum(np.array(tokens), model.get_input_embeddings().weight.shape[0] - 1)
-    return clamped
+    return np.minimum(np.array(tokens), model.get_input_embeddings().weight.shape[0] - 1)

@@ -328,8 +328,7 @@ def _scaled(parts: _Parts, blocks: set[tuple[int, int]]) -> QuantizedTensor:
     kind: Kind = "fp8" if weight.dtype == "F8_E4M3" else "int8"
 
     def by_column(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        spread: npt.NDArray[Any] = np.repeat(array.reshape(tall, wide), high, axis=0)[:columns].T
-        return spread
+        return np.repeat(array.reshape(tall, wide), high, axis=0)[:columns].T
 
     def read() -> _Read:
         numbers = weight.finite(parts.folder).numpy() if kind == "fp8" else weight.read().numpy()
@@ -360,8 +359,7 @@ def _mxfp4(parts: _Parts) -> QuantizedTensor:
 
 
 def _finite(parts: _Parts, scales: StoredTensor) -> npt.NDArray[np.float32]:
-    array: npt.NDArray[np.float32] = scales.finite(parts.folder).numpy()
-    return array
+    return scales.finite(parts.folder).numpy()
 
 
 def _groups(parts: _Parts, index: StoredTensor | None, groups: int) -> npt.NDArray[np.int64] | None:
@@ -382,5 +380,4 @@ def _unpack(words: StoredTensor, bits: int, axis: int) -> npt.NDArray[np.int8]:
     parts = (stored >> np.expand_dims(shifts, 1 - axis)) & np.uint32((1 << bits) - 1)
     shape = list(words.shape)
     shape[axis] *= len(shifts)
-    unpacked: npt.NDArray[np.int8] = (parts.astype(np.int16) - (1 << (bits - 1))).astype(np.int8).reshape(shape)
-    return unpacked
+    return (parts.astype(np.int16) - (1 << (bits - 1))).astype(np.int8).reshape(shape)

@@ -28,8 +28,7 @@ from specexport.graphs.ops import combine_by, join_of_ranks, sum_of_ranks
 
 def _sum(_module: torch.nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
     """A forward hook of modules whose outputs the ranks sum."""
-    summed: torch.Tensor = sum_of_ranks(output)
-    return summed
+    return sum_of_ranks(output)
 
 
 class _SplitEmbedding(torch.nn.Module):
@@ -44,10 +43,7 @@ class _SplitEmbedding(torch.nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         local = ids - self.first
         in_part = (local >= 0) & (local < self.count)
-        output: torch.Tensor = sum_of_ranks(
-            torch.where(in_part[..., None], self.part(torch.where(in_part, local, 0)), 0.0)
-        )
-        return output
+        return sum_of_ranks(torch.where(in_part[..., None], self.part(torch.where(in_part, local, 0)), 0.0))
 
 
 class _Splitter:
@@ -195,8 +191,7 @@ def require_split_parity(checkpoint: Checkpoint, ranks: int) -> None:
         combine_by(combine)
         try:
             with torch.no_grad():
-                output: torch.Tensor = models[rank](ids, use_cache=False).logits.float()
-                return output
+                return models[rank](ids, use_cache=False).logits.float()
         except BaseException:
             barrier.abort()
             raise

@@ -83,7 +83,7 @@ class Factors:
 
     def values(self) -> npt.NDArray[np.float32]:
         """The products, exact in fp32."""
-        values: npt.NDArray[np.float32] = self.coarse.astype(np.float32)
+        values = self.coarse.astype(np.float32)
         if self.fine is not None:
             values = np.repeat(values, self.fine.shape[-2] // values.shape[-2], axis=-2) * self.fine
         return values
@@ -176,8 +176,7 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
 
 def _read(path: Path, name: str) -> torch.Tensor:
     with safe_open(path, framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(name)
-    return tensor
+        return file.get_tensor(name)
 
 
 def head_tensors(folder: Path) -> list[StoredTensor]:
@@ -307,8 +306,7 @@ def attach_stored(parameter: torch.Tensor, tensor: StoredTensor) -> None:
 
 def stored_tensor(parameter: torch.Tensor) -> StoredTensor | None:
     """The stored tensor of a stand-in; None for an ordinary parameter."""
-    tensor: StoredTensor | None = getattr(parameter, _STORED, None)
-    return tensor
+    return getattr(parameter, _STORED, None)
 
 
 def read_parameter(parameter: torch.Tensor) -> torch.Tensor:

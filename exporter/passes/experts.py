@@ -44,8 +44,7 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     name, tape = node.outputs[0].name, Tape()
 
     def add(nodes: Tape, result: str, op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
-        output: ir.Value = nodes.op(op_type, inputs, attributes, output=ir.val(f"{name}.{result}"))
-        return output
+        return nodes.op(op_type, inputs, attributes, output=ir.val(f"{name}.{result}"))
 
     def number(*numbers: int) -> ir.Value:
         return constant(graph, f"experts.{'.'.join(map(str, numbers))}", np.array(numbers))

@@ -76,8 +76,7 @@ class DFlashDraft(torch.nn.Module):
 
     def context(self, states: torch.Tensor) -> torch.Tensor:
         """Fuses the target's states ``[B,T,n*H]``, all layers concatenated, into the context ``[B,T,H]``."""
-        context: torch.Tensor = self.hidden_norm(self.fc(states))
-        return context
+        return self.hidden_norm(self.fc(states))
 
     def block(self, roots: torch.Tensor, rows: int) -> torch.Tensor:
         """Blocks that begin with the roots ``[N]``, int64 ``[N,rows]``."""
@@ -107,8 +106,7 @@ class DFlashDraft(torch.nn.Module):
                 layer.self_attn, layer.input_layernorm(hidden), context, block_rotary, all_rotary
             )
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        output: torch.Tensor = self.norm(hidden)
-        return output
+        return self.norm(hidden)
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """Logits ``[..., draft_vocab]`` of rows, in float32."""
@@ -134,8 +132,7 @@ def _attended(
     key, _ = qwen3.apply_rotary_pos_emb(key, key, *all_rotary)
     window = attention.sliding_window
     attended, _ = attend(attention, query, key, value, None, scaling=attention.scaling, sliding_window=window)
-    output: torch.Tensor = attention.o_proj(attended.flatten(2))
-    return output
+    return attention.o_proj(attended.flatten(2))
 
 
 class BlockLowering:

@@ -124,5 +124,5 @@ def _blocks(draft: DFlashDraft, context: torch.Tensor, ids: torch.Tensor, anchor
     empty = context.new_zeros(batch, draft.config.num_key_value_heads, 0, draft.config.head_dim)
     past, no_past = [(empty, empty)] * len(draft.layers), torch.zeros(batch, dtype=torch.int64, device=ids.device)
     with lowering(BlockLowering(draft.settings.causal, past, no_past, seen, later, positions)):
-        output: torch.Tensor = draft(block, context, block_positions, positions)
+        output = draft(block, context, block_positions, positions)
     return output.view(batch, count, rows, -1)[:, :, 1:]

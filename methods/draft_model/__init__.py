@@ -269,8 +269,7 @@ def write_drafting(inputs: Mapping[str, Array], at: int, view: SlotView, probabi
 
 def chain_rows(tree: TokenTree) -> Ints:
     """For each node but the root, the row of a drafted chain that holds its q: its depth - 1, int64 ``[N-1]``."""
-    rows: Ints = tree.depths[1:] - 1
-    return rows
+    return tree.depths[1:] - 1
 
 
 def chain_proposal(view: SlotView, outputs: Mapping[str, Array], at: int, dynamic: Dynamic | None = None) -> Proposal:

@@ -76,8 +76,7 @@ class Eagle3Draft(OwnStateModule):
         if self.fc_norm is not None:
             parts = states.chunk(len(self.fc_norm), -1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        fused: torch.Tensor = self.fc(states)
-        return fused
+        return self.fc(states)
 
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor

@@ -157,8 +157,7 @@ class _TrainingTimeTest:
         step_rows = self._rows[call.layer]
         step_rows.append((call.key, call.value))
         rows = [row for pair in step_rows for row in pair]
-        attended: torch.Tensor = recomputed(_attend, call.query, call.group, call.scaling, *rows, use_reentrant=False)
-        return attended
+        return recomputed(_attend, call.query, call.group, call.scaling, *rows, use_reentrant=False)
 
 
 def _attend(query: torch.Tensor, group: int, scaling: float, *rows: torch.Tensor) -> torch.Tensor:

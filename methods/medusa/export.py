@@ -284,8 +284,7 @@ def reference_heads(model: Any, heads: Path, text: Array) -> Array:
     base, hidden = reference_states(model, text)
     loaded = read_medusa(heads).load(hidden=int(head.weight.shape[1]), vocab=int(head.weight.shape[0]))
     with torch.no_grad():
-        logits: Array = torch.cat([base[-1:], loaded.logits(hidden[-1], head)]).numpy()
-    return logits
+        return torch.cat([base[-1:], loaded.logits(hidden[-1], head)]).numpy()
 
 
 EXPORTER = MedusaExporter()

@@ -19,8 +19,7 @@ class ResBlock(torch.nn.Module):
         torch.nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + torch.nn.functional.silu(self.linear(x))
-        return out
+        return x + torch.nn.functional.silu(self.linear(x))
 
 
 class MedusaHeads(torch.nn.ModuleList):
@@ -56,8 +55,7 @@ class MedusaHeads(torch.nn.ModuleList):
     def logits(self, hidden: torch.Tensor, lm_head: torch.nn.Module) -> torch.Tensor:
         """Every head's logits, ``[N, ..., V]``, from hidden states after the final norm, ``[..., H]``."""
         states = torch.stack([head(hidden) for head in self])  # if tied, the input of the model's head
-        logits: torch.Tensor = lm_head(states) if self.tied else states
-        return logits
+        return lm_head(states) if self.tied else states
 
 
 class HeadCandidates(Addition):

@@ -73,8 +73,7 @@ def head_losses(heads: MedusaHeads, hidden: torch.Tensor, batch: Windows, lm_hea
     for ahead, head in enumerate(heads):
 
         def project(states: torch.Tensor, head: Any = head) -> torch.Tensor:
-            logits: torch.Tensor = lm_head(head(states)) if heads.tied else head(states)
-            return logits
+            return lm_head(head(states)) if heads.tied else head(states)
 
         learnt = batch.learnt_from(2 + ahead)
         yield summed_loss(project, hidden[learnt], batch.ids.roll(-2 - ahead, dims=1)[learnt], heads.vocab)

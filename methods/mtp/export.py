@@ -73,8 +73,7 @@ class MTPDraft(OwnStateModule):
         self.register_buffer("target_ids", None, persistent=False)
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        fused: torch.Tensor = self.target_norm(states)
-        return fused
+        return self.target_norm(states)
 
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor

@@ -149,8 +149,7 @@ class UniversalDraftProposer(SlotProposer[_Text]):
 
     @staticmethod
     def _decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:
-        text: str = tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return tokenizer.decode(tokens, skip_special_tokens=True)
 
     def move(self, source: int, to: int) -> None:
         super().move(source, to)

@@ -285,8 +285,8 @@ def _factors(header: Header, name: str) -> np.ndarray[Any, np.dtype[np.float64]]
 
 def _llama3_factors(theta: float, count: int, scaling: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The divisor of each rotary frequency."""
-    waves: np.ndarray[Any, np.dtype[np.float64]] = 2 * math.pi * theta ** (np.arange(count) / count)
+    waves = 2 * math.pi * theta ** (np.arange(count) / count)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     smooth = ((scaling["original_max_position_embeddings"] / waves - low) / (high - low)).clip(0, 1)
-    divisor: np.ndarray[Any, np.dtype[np.float64]] = (1 - smooth) / scaling["factor"] + smooth
+    divisor = (1 - smooth) / scaling["factor"] + smooth
     return 1 / divisor

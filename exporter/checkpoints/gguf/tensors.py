@@ -195,7 +195,7 @@ def _order(processor: Any, place: TensorPlace) -> npt.NDArray[np.int64] | None:
     moved = processor.process(weights=numbers, name=place.name, tensor_key_mapping=None, parsed_parameters={}).weights
     if moved.shape != numbers.shape or not np.array_equal(moved[:, 0], moved[:, 1]):
         return None
-    order: npt.NDArray[np.int64] = moved[:, 0].astype(np.int64)
+    order = moved[:, 0].astype(np.int64)
     return order if np.array_equal(np.sort(order), np.arange(rows)) else None
 
 
@@ -224,7 +224,7 @@ def _read(
 
 def _numbers(header: Header, place: TensorPlace) -> npt.NDArray[np.float32]:
     try:
-        numbers: npt.NDArray[np.float32] = gguf.dequantize(place.data, place.kind)
+        numbers = gguf.dequantize(place.data, place.kind)
     except NotImplementedError as error:
         raise BuildError(
             f"{header.path}: tensor {place.name!r} is {place.kind.name}, which the gguf library cannot restore; "
