@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
 
-from specexport.contract.errors import BuildError
 from specexport.contract.model import (
     BYTES_PER_WEIGHT,
     CacheLayer,
@@ -23,6 +21,7 @@ from specexport.contract.model import (
 from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
+from specexport.exporter.checkpoints.quiet import failing_as, first_line
 from specexport.exporter.options import QUANTIZED, Storage
 from specexport.exporter.pipeline import write_passes
 from specexport.exporter.weights import WeightsFile, WeightsReport
@@ -122,15 +121,7 @@ def _absolute(source: str) -> str:
     return str(Path(source).resolve()) if Path(source).exists() else source
 
 
-@contextmanager
-def tracing(checkpoint: Checkpoint) -> Iterator[None]:
+def tracing(checkpoint: Checkpoint) -> AbstractContextManager[None]:
     """Context in which a checkpoint is traced; errors name it."""
-    try:
-        yield
-    except BuildError:
-        raise
-    except Exception as error:  # torch.export raises many unrelated types
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BuildError(
-            f"{checkpoint.source}: model family '{checkpoint.family}' cannot be traced into a static graph: {reason}"
-        ) from error
+    named = f"{checkpoint.source}: model family '{checkpoint.family}'"
+    return failing_as(lambda error: f"{named} cannot be traced into a static graph: {first_line(error)}")

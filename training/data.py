@@ -18,6 +18,7 @@ import torch
 from tokenizers import Tokenizer
 
 from specexport.contract.errors import UNREADABLE, TrainError, explained
+from specexport.exporter.checkpoints.quiet import failing_as
 
 MAX_WHOLE, MAX_LINE = 1 << 30, 64 << 20
 """Maximum size in bytes of a JSON or text file, and of a line of JSON Lines."""
@@ -312,10 +313,9 @@ class _Encoder:
                 yield self._spans(until[n], [(len(prompts[n]), len(until[n]))])
 
     def _applied(self, chat: _Chat, where: str, **options: Any) -> Any:
-        try:
+        refused = f"{where}: the tokenizer's chat template refused this chat"
+        with failing_as(lambda error: f"{refused}: {error}", TrainError):
             return self._tokenizer.apply_chat_template(chat, **options)
-        except Exception as error:  # templates raise exceptions of any kind
-            raise TrainError(f"{where}: the tokenizer's chat template refused this chat: {error}") from error
 
     def _spans(self, text: str, spans: Sequence[tuple[int, int]]) -> _Encoded:
         # The template has added the special tokens.

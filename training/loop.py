@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from specexport.contract.errors import TrainError
 from specexport.contract.folders import writing
+from specexport.exporter.checkpoints.quiet import failing_as, first_line
 from specexport.training.options import LEARNING_RATES, Optimizer
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -221,11 +222,8 @@ def save_tensors(path: Path, state: dict[str, Any]) -> None:
 
 def load_tensors(path: Path) -> dict[str, Any]:
     """Reads a file of :func:`save_tensors`, without running code in it."""
-    try:
+    with failing_as(lambda error: f"{path}: no checkpoint of a training ({first_line(error)}); {_HINT}", TrainError):
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle and zip errors of many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise TrainError(f"{path}: no checkpoint of a training ({reason}); {_HINT}") from error
     if not isinstance(state, dict):
         raise TrainError(f"{path}: holds {type(state).__name__}, expected a dictionary; {_HINT}")
     return state

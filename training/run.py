@@ -15,12 +15,12 @@ import torch
 from transformers import AutoTokenizer
 
 from specexport import __version__
-from specexport.contract.errors import BuildError, TrainError
+from specexport.contract.errors import TrainError
 from specexport.contract.folders import write_file, write_lock, written_beside
 from specexport.contract.values import counted
 from specexport.exporter.checkpoints.config import load_causal_lm, read_configs, require_stored
 from specexport.exporter.checkpoints.locate import locate
-from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.quiet import failing_as, quiet
 from specexport.exporter.checkpoints.stored import share_weights
 from specexport.training.data import Windows, read_windows, sampled_windows
 from specexport.training.distill import sample_texts
@@ -118,23 +118,16 @@ def load_target(options: RunOptions, *, frozen: bool = True) -> TrainingModel:
 def load_model(source: str, place: Place, *, frozen: bool) -> TrainingModel:
     """Loads a model in float32, or in ``place.frozen_dtype`` if it is ``frozen``, that is, not trained."""
     path = locate(source)
-    try:
-        with quiet():
-            whole, config = read_configs(path)
-            require_stored(path, config)
-            stored = config.dtype
-            # torch's attention would silently ignore Gemma 2's soft cap.
-            attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
-            dtype = place.frozen_dtype if frozen else torch.float32
-            model, *_ = load_causal_lm(path, config, dtype=dtype, attn_implementation=attention)
-    except BuildError:
-        raise
-    except Exception as error:  # model code raises exceptions of any kind
-        raise TrainError(f"{path}: could not be loaded: {error}") from error
-    try:
+    with failing_as(lambda error: f"{path}: could not be loaded: {error}", TrainError), quiet():
+        whole, config = read_configs(path)
+        require_stored(path, config)
+        stored = config.dtype
+        # torch's attention would silently ignore Gemma 2's soft cap.
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+        dtype = place.frozen_dtype if frozen else torch.float32
+        model, *_ = load_causal_lm(path, config, dtype=dtype, attn_implementation=attention)
+    with failing_as(lambda error: f"{path}: its tokenizer could not be loaded: {error}", TrainError):
         tokenizer = AutoTokenizer.from_pretrained(path, config=whole, trust_remote_code=False)
-    except Exception as error:  # from missing files to malformed JSON
-        raise TrainError(f"{path}: its tokenizer could not be loaded: {error}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise TrainError(f"{path}: its tokenizer ({type(tokenizer).__name__}) has no fast form")
     if model.get_output_embeddings() is None:

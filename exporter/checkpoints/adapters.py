@@ -17,7 +17,7 @@ import torch
 
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.documents import ADAPTER
-from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.quiet import failing_as, quiet
 from specexport.exporter.checkpoints.stored import StoredTensor
 
 _HINT = "merge it into the model with peft (merge_and_unload), save that with save_pretrained, and build from it"
@@ -63,14 +63,9 @@ def _changes(
     table_modules = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = [name for name, module in model.named_modules() if module in table_modules]
     _drop_weights(model, {id(module.weight) for module in table_modules})
-    try:
-        with quiet():
-            _require_mergeable(path, PeftConfig.from_pretrained(folder))
-            adapted = PeftModel.from_pretrained(model, folder, adapter_name=_ADAPTER_NAME, torch_device="cpu")
-    except BuildError:
-        raise
-    except Exception as error:  # peft raises many unrelated types
-        raise BuildError(f"{path}: peft cannot put it on its model: {error}; {_HINT}") from error
+    with failing_as(lambda error: f"{path}: peft cannot put it on its model: {error}; {_HINT}"), quiet():
+        _require_mergeable(path, PeftConfig.from_pretrained(folder))
+        adapted = PeftModel.from_pretrained(model, folder, adapter_name=_ADAPTER_NAME, torch_device="cpu")
     changes: dict[str, Callable[[StoredTensor], torch.Tensor]] = {}
     lock = threading.Lock()
     for name, module in adapted.get_base_model().named_modules():
@@ -141,11 +136,9 @@ def _merge(path: Path, name: str, layer: Any, lock: threading.Lock, tensor: Stor
         start = base.weight if base.weight.is_contiguous() and bool(base.weight.any()) else tensor.read()
         empty, base.weight = base.weight, torch.nn.Parameter(start.detach().to(torch.float32, copy=True), False)
         try:
-            layer.merge(safe_merge=True)
-            weight: torch.Tensor = base.weight.data
-        except Exception as error:  # some kinds of layers cannot be merged
-            raise BuildError(f"{path}: cannot be merged into {name!r}: {error or type(error).__name__}") from error
+            with failing_as(lambda error: f"{path}: cannot be merged into {name!r}: {error or type(error).__name__}"):
+                layer.merge(safe_merge=True)
+            return base.weight.data
         finally:
             base.weight = empty
             layer.merged_adapters.clear()
-    return weight

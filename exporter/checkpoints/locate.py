@@ -21,6 +21,7 @@ from specexport.exporter.checkpoints.documents import (
     read_index,
     read_object,
 )
+from specexport.exporter.checkpoints.quiet import failing_as
 
 GGUF = ".gguf"
 _SPLIT = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.gguf$")
@@ -174,7 +175,7 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
         folder = snapshot_download(source, revision=revision, allow_patterns=files, cache_dir=hub_cache())
         return _linked_gguf(Path(folder), files)
 
-    try:
+    with failing_as(lambda error: f"{source}: not a local folder, and the hub could not provide it: {error}"):
         if file:
             named = fetch_gguf()
             assert named is not None
@@ -196,10 +197,6 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
                 fetch(_PICKLED)
         if not any(folder.glob("*.safetensors")) and not (folder / _PICKLED).is_file():
             return fetch_gguf() or folder
-    except BuildError:
-        raise
-    except Exception as error:  # the hub client raises a dozen unrelated types
-        raise BuildError(f"{source}: not a local folder, and the hub could not provide it: {error}") from error
     return folder
 
 

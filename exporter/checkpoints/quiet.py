@@ -1,4 +1,4 @@
-"""Contexts around torch: without its messages, and without the garbage collector."""
+"""Contexts around libraries: with our errors, without their messages, and without the garbage collector."""
 
 from __future__ import annotations
 
@@ -7,7 +7,28 @@ import gc
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from specexport.contract.errors import BuildError, SpecExportError
+
+
+@contextlib.contextmanager
+def failing_as(describe: Callable[[Exception], str], kind: type[SpecExportError] = BuildError) -> Iterator[None]:
+    """Turns what libraries raise in its block, which may be exceptions of any kind, into an error with a description.
+
+    Errors of this package stay as they are.
+    """
+    try:
+        yield
+    except SpecExportError:
+        raise
+    except Exception as error:
+        raise kind(describe(error)) from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextlib.contextmanager

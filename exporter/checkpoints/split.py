@@ -21,7 +21,7 @@ import torch
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transformers
 from specexport.exporter.checkpoints.parity import TOLERANCE
-from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.quiet import failing_as, quiet
 from specexport.exporter.checkpoints.stored import attach_stored, read_weights, stored_tensor
 from specexport.graphs.ops import combine_by, join_of_ranks, sum_of_ranks
 
@@ -174,6 +174,7 @@ def _error_prefix(checkpoint: Checkpoint, ranks: int) -> str:
 
 def require_split_parity(checkpoint: Checkpoint, ranks: int) -> None:
     """Compares the logits of a model with those of its ranks, each in a thread."""
+    prefix = _error_prefix(checkpoint, ranks)
     generator = torch.Generator().manual_seed(0)
     vocab = min(checkpoint.vocab_size, checkpoint.input_vocab)
     ids = torch.randint(0, vocab, (1, 12), generator=generator)
@@ -202,15 +203,10 @@ def require_split_parity(checkpoint: Checkpoint, ranks: int) -> None:
         for part in models:
             stack.enter_context(plain_transformers(part))
             stack.enter_context(read_weights(part))
-        try:
+        with failing_as(lambda error: f"{prefix}its ranks failed in transformers ({type(error).__name__}: {error})"):
             split_logits, *_ = pool.map(logits, range(ranks))
-        except Exception as error:  # model code raises exceptions of any kind
-            raise BuildError(
-                f"{_error_prefix(checkpoint, ranks)}its ranks failed in transformers ({type(error).__name__}: {error})"
-            ) from error
     worst = float((split_logits - expected).abs().max()) / max(1.0, float(expected.abs().max()))
     if not worst <= TOLERANCE:
         raise BuildError(
-            f"{_error_prefix(checkpoint, ranks)}their logits are {worst:.2g} (relative) away from the whole model's, "
-            f"more than {TOLERANCE:g}"
+            f"{prefix}their logits are {worst:.2g} (relative) away from the whole model's, more than {TOLERANCE:g}"
         )

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.documents import CONFIG, SINGLE
+from specexport.exporter.checkpoints.quiet import failing_as, first_line
 
 Kind = Literal["int4", "int8", "fp8"]
 """Types of quantized matrices."""
@@ -242,16 +243,15 @@ def share_weights(folder: Path) -> None:
 
 def pickled_tensors(path: Path) -> list[StoredTensor]:
     """The tensors of a file pickled by torch, memory-mapped so that unused tensors are not read. No code in it runs."""
-    try:
+    with failing_as(
+        lambda error: (
+            f"{path}: refused: only plain tensors are read from a {path.suffix}, as anything else could run code "
+            f"({first_line(error)}). Convert it to safetensors where you trust it: "
+            "safetensors.torch.save_file(torch.load(...), 'model.safetensors')"
+        )
+    ):
         mapped = zipfile.is_zipfile(path)  # files of old versions of torch cannot be mapped
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # pickle and zip errors of many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BuildError(
-            f"{path}: refused: only plain tensors are read from a {path.suffix}, as anything else could run code "
-            f"({reason}). Convert it to safetensors where you trust it: "
-            "safetensors.torch.save_file(torch.load(...), 'model.safetensors')"
-        ) from error
     if not isinstance(loaded, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()
     ):

@@ -30,7 +30,7 @@ from specexport.exporter.checkpoints.config import read_model_config, stored_tab
 from specexport.exporter.checkpoints.documents import CONFIG, read_config, read_object, require_trained_for
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.quantized import dequantize_tensors
-from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.quiet import failing_as, quiet
 from specexport.exporter.checkpoints.stored import StoredTensor, head_tensors, require_tensors, shapes_of
 from specexport.graphs.attention import ATTENTION_NAME
 from specexport.graphs.rotary import freeze_frequencies
@@ -289,13 +289,10 @@ def layer_config(
         "use_sliding_window": windows,
     }
     del fields["model_type"]
-    try:
-        with quiet():
-            config = CONFIGS[kind](**fields, attn_implementation=ATTENTION_NAME)
-            LlamaRotaryEmbedding(config)
-            return config
-    except Exception as error:  # transformers raises exceptions of any kind
-        raise BuildError(f"{path}: {error or type(error).__name__}") from error
+    with failing_as(lambda error: f"{path}: {error or type(error).__name__}"), quiet():
+        config = CONFIGS[kind](**fields, attn_implementation=ATTENTION_NAME)
+        LlamaRotaryEmbedding(config)
+        return config
 
 
 def load_draft(outline: DraftOutline, target: Path, positions: int, *, family: str, source: str) -> Checkpoint:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from specexport.contract.errors import BuildError
+from specexport.contract.errors import BuildError, SpecExportError
 from specexport.contract.folders import expanded
 from specexport.contract.methods import MethodOptions, RankedMethod
 from specexport.contract.tree import TokenTree
@@ -135,7 +135,7 @@ def _tree(path: Path, config: _Config, heads: int) -> TokenTree | None:
         return None
     try:
         tree = TokenTree.from_choices(config.medusa_choices)
-    except Exception as error:
+    except SpecExportError as error:
         raise BuildError(f"{path}: medusa_choices: {error}") from error
     if tree.depth > heads:
         raise BuildError(f"{path}: medusa_choices go {tree.depth} deep, with {heads} heads")

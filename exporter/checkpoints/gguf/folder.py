@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.documents import CONFIG, require_sane
 from specexport.exporter.checkpoints.gguf.header import Header, as_library_reader, read_header
-from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.quiet import failing_as, quiet
 
 _ORIGINAL = "build from the model that the file was converted from"
 _LAYER = re.compile(r"blk\.(\d{1,5})\.")
@@ -86,21 +86,15 @@ def describe(folder: Path) -> None:
     if header is None or (folder / CONFIG).is_file():
         return
     with quiet(), mock.patch.object(gguf, "GGUFReader", as_library_reader(header)):
-        try:
+        with failing_as(lambda error: f"{header.path}: general.architecture {header.architecture!r}: {_reason(error)}"):
             document, _ = PreTrainedConfig.get_config_dict(folder, gguf_file=header.path.name)
-        except Exception as error:  # the mapping raises exceptions of any kind
-            raise BuildError(
-                f"{header.path}: general.architecture {header.architecture!r}: {_reason(error)}"
-            ) from error
         document.pop("_model_name_or_path", None)
         require_sane(header.path, document)
         _require_sizes(header, document)
         document.update(_rope_scaling(header, document))
         _add_attention(header, document)
-        try:
+        with failing_as(lambda error: f"{header.path}: its tokenizer could not be read: {_reason(error)}"):
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=header.path.name, trust_remote_code=False)
-        except Exception as error:  # as above
-            raise BuildError(f"{header.path}: its tokenizer could not be read: {_reason(error)}") from error
     _set_split(header, tokenizer.backend_tokenizer)
     _set_prefix(header, tokenizer.backend_tokenizer)
     tokenizer.backend_tokenizer.add_special_tokens(sorted(_TURN_ENDS.intersection(tokenizer.get_vocab())))
