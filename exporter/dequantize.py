@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from specexport.exporter.passes.editing import constant, op, producer, replace_value
+from specexport.exporter.passes.editing import Nodes, constant, op, producer, replace_value
 
 Role = Literal["matmul", "lookup", "experts", "tied", "other"]
 """The use of a matrix: a product, a look-up of rows, a gather of experts, a product with its transpose (tied heads)."""
@@ -108,15 +108,12 @@ class StoredMatrix:
     by_rows: bool = False
 
 
-class _Nodes:
-    """Collects nodes to insert before another."""
+class _Nodes(Nodes):
+    """Nodes that dequantize a matrix."""
 
     def __init__(self, graph: ir.Graph, name: str) -> None:
-        self.graph, self.name, self.list = graph, name, list[ir.Node]()
-
-    def op(self, kind: str, inputs: list[ir.Value | None], name: str, **attributes: object) -> ir.Value:
-        self.list.append(op(kind, inputs, f"{self.name}.{name}", **attributes))
-        return self.list[-1].outputs[0]
+        super().__init__(name)
+        self.graph = graph
 
     def reshape(self, value: ir.Value, sizes: list[int], name: str) -> ir.Value:
         return self.op("Reshape", [value, constant(self.graph, f"{self.name}.{name}.sizes", np.array(sizes))], name)

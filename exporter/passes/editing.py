@@ -46,6 +46,23 @@ def op(op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes:
     return ir.node(op_type, inputs, attributes, outputs=[ir.val(name)], name=f"{name}.node")
 
 
+class Nodes:
+    """New nodes with one output each, in order.
+
+    Attributes:
+        name: the beginning of their outputs' names.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.list: list[ir.Node] = []
+
+    def op(self, op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes: Any) -> ir.Value:
+        """Adds a node; returns its output."""
+        self.list.append(op(op_type, inputs, f"{self.name}.{name}", **attributes))
+        return self.list[-1].outputs[0]
+
+
 def insert_behind(graph: ir.Graph, value: ir.Value, node: ir.Node) -> ir.Value:
     """Inserts a node behind the one that outputs ``value``; returns the new node's output."""
     before = value.producer()

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specexport.contract import tensors
-from specexport.exporter.passes.editing import constant, insert_behind, op, producer, replace_value, supersede
+from specexport.exporter.passes.editing import Nodes, constant, insert_behind, op, producer, replace_value, supersede
 from specexport.exporter.passes.rotary_tables import Tables, look_angles_up
 from specexport.exporter.passes.two_part import Causal, join_parts
 
@@ -229,18 +229,15 @@ class _AttentionFusion:
     def _valid_rows(self, rows: int) -> ir.Value:
         """The row of each slot's last new token, int32 ``[B]``: the last valid row of its cache."""
         if self._lengths is None:
-            inputs = {value.name: value for value in self._graph.inputs}
+            inputs, nodes = {value.name: value for value in self._graph.inputs}, Nodes("rows")
             one, all_rows = (constant(self._graph, f"rows.{n}", np.array(n, np.int32)) for n in (1, rows))
-            tokens = op("Shape", [inputs[tensors.INPUT_IDS]], "rows.shape", start=1, end=2)
-            count = op("Squeeze", [tokens.outputs[0]], "rows.count")
-            cast = op("Cast", [count.outputs[0]], "rows.tokens", to=ir.DataType.INT32.value)
-            first = op("Sub", [cast.outputs[0], one], "rows.first")
+            tokens = nodes.op("Shape", [inputs[tensors.INPUT_IDS]], "shape", start=1, end=2)
+            count = nodes.op("Cast", [nodes.op("Squeeze", [tokens], "count")], "tokens", to=ir.DataType.INT32.value)
+            first = nodes.op("Sub", [count, one], "first")
             # The last row, by the number of rows that were valid before: only Range takes sizes from the host.
-            last = op("Add", [first.outputs[0], all_rows], "rows.last")
-            table = op("Range", [first.outputs[0], last.outputs[0], one], "rows.ends")
-            valid = op("Gather", [table.outputs[0], inputs[tensors.PAST_LENGTH]], "rows.valid")
-            self._graph.insert_before(self._graph[0], [tokens, count, cast, first, last, table, valid])
-            self._lengths = valid.outputs[0]
+            table = nodes.op("Range", [first, nodes.op("Add", [first, all_rows], "last"), one], "ends")
+            self._lengths = nodes.op("Gather", [table, inputs[tensors.PAST_LENGTH]], "valid")
+            self._graph.insert_before(self._graph[0], nodes.list)
         return self._lengths
 
     def _bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:

@@ -19,7 +19,7 @@ import onnx.reference
 import onnx_ir as ir
 
 from specexport.contract import tensors
-from specexport.exporter.passes.editing import ancestors, constant, insert_behind, op, producer, replace_value
+from specexport.exporter.passes.editing import Nodes, ancestors, constant, insert_behind, op, producer, replace_value
 
 Array = npt.NDArray[Any]
 _TRANSPOSE_KEYS = [0, 1, 3, 2]
@@ -167,30 +167,22 @@ def _only_reader(value: ir.Value, kind: str) -> ir.Node | None:
 
 def _mask(graph: ir.Graph, rows: int, group: int, window: int) -> ir.Value:
     """The mask of the last ``window`` rows up to a token's own, or of all if it is 0, bool ``[B,1,G*T,S]``."""
-    inputs = {value.name: value for value in graph.inputs}
-    name = f"causal.{window}.{group}"
+    inputs, nodes = {value.name: value for value in graph.inputs}, Nodes(f"causal.{window}.{group}")
     zero, one, size = (constant(graph, f"causal.{n}", np.array(n)) for n in (0, 1, rows))
-    after = constant(graph, "causal.axis", np.array([1]))
-    nodes = [
-        tokens := op("Shape", [inputs[tensors.INPUT_IDS]], f"{name}.shape", start=1, end=2),
-        count := op("Squeeze", [tokens.outputs[0]], f"{name}.count"),
-        new := op("Range", [zero, count.outputs[0], one], f"{name}.new"),
-        past := op("Unsqueeze", [inputs[tensors.PAST_LENGTH], after], f"{name}.past"),
-        ends := op("Add", [past.outputs[0], new.outputs[0]], f"{name}.ends"),
-        own := op("Unsqueeze", [ends.outputs[0], constant(graph, "causal.axes", np.array([1, 3]))], f"{name}.own"),
-        every := op("Range", [zero, size, one], f"{name}.rows"),
-        seen := op("LessOrEqual", [every.outputs[0], own.outputs[0]], f"{name}.seen"),
-    ]
+    after, around = (constant(graph, f"causal.axes.{len(axes)}", np.array(axes)) for axes in ([1], [1, 3]))
+    tokens = nodes.op("Shape", [inputs[tensors.INPUT_IDS]], "shape", start=1, end=2)
+    new = nodes.op("Range", [zero, nodes.op("Squeeze", [tokens], "count"), one], "new")
+    past = nodes.op("Unsqueeze", [inputs[tensors.PAST_LENGTH], after], "past")
+    own = nodes.op("Unsqueeze", [nodes.op("Add", [past, new], "ends"), around], "own")
+    every = nodes.op("Range", [zero, size, one], "rows")
+    seen = nodes.op("LessOrEqual", [every, own], "seen")
     if window:
-        width = constant(graph, f"causal.window.{window}", np.array(window))
-        first = op("Sub", [own.outputs[0], width], f"{name}.before")
-        near = op("Greater", [every.outputs[0], first.outputs[0]], f"{name}.near")
-        seen = op("And", [seen.outputs[0], near.outputs[0]], f"{name}.both")
-        nodes += [first, near, seen]
+        first = nodes.op("Sub", [own, constant(graph, f"causal.window.{window}", np.array(window))], "before")
+        seen = nodes.op("And", [seen, nodes.op("Greater", [every, first], "near")], "both")
     if group > 1:
-        nodes.append(seen := op("Concat", [seen.outputs[0]] * group, f"{name}.tiled", axis=2))
-    graph.insert_before(graph[0], nodes)
-    return seen.outputs[0]
+        seen = nodes.op("Concat", [seen] * group, "tiled", axis=2)
+    graph.insert_before(graph[0], nodes.list)
+    return seen
 
 
 def _group_and_window(model: ir.Model, bias: ir.Value) -> tuple[int, int] | None:
