@@ -11,7 +11,7 @@ from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
 from specexport.contract.manifest import MANIFEST_NAME, Manifest
 from specexport.contract.methods import known, method_type
-from specexport.contract.methods.base import SMALLER, Device, Suggestion, TargetProfile
+from specexport.contract.methods.suggestion import SMALLER, Device, Suggestion, TargetProfile
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.sizes import has_mtp, model_sizes, require_whole_model
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer

@@ -11,7 +11,8 @@ import numpy as np
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.base import BuiltMethod, Flag, MethodOptions, Suggestion, TargetProfile
+from specexport.contract.methods.base import BuiltMethod, Flag, MethodOptions
+from specexport.contract.methods.suggestion import Suggestion, TargetProfile
 from specexport.contract.tree import MAX_NODES, TokenTree
 from specexport.runtime.backend import Array
 from specexport.runtime.prompt import is_embedding

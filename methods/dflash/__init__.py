@@ -9,7 +9,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.base import CHECKPOINT, DEFAULT_DRAFT_TOKENS, Flag, RankedMethod, Suggestion
+from specexport.contract.methods.base import CHECKPOINT, DEFAULT_DRAFT_TOKENS, Flag, RankedMethod
+from specexport.contract.methods.suggestion import Suggestion
 from specexport.contract.signature import GraphSignature
 from specexport.contract.tensors import Dim, Tensor
 from specexport.contract.tree import TokenTree

@@ -10,16 +10,8 @@ import numpy as np
 from specexport.contract import tensors
 from specexport.contract.errors import TrainError
 from specexport.contract.manifest import Manifest
-from specexport.contract.methods.base import (
-    CHECKPOINT,
-    DEFAULT_DRAFT_TOKENS,
-    SMALLER,
-    CheckpointOptions,
-    DraftingMethod,
-    Flag,
-    Suggestion,
-    TargetProfile,
-)
+from specexport.contract.methods.base import CHECKPOINT, DEFAULT_DRAFT_TOKENS, CheckpointOptions, DraftingMethod, Flag
+from specexport.contract.methods.suggestion import SMALLER, Suggestion, TargetProfile
 from specexport.contract.shapes import CATCH_UP_TOKENS, window
 from specexport.contract.signature import GraphSignature, propose_signature
 from specexport.contract.tree import TokenTree

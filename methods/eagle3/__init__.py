@@ -6,7 +6,8 @@ from functools import partial
 from typing import Annotated
 
 from specexport.contract.errors import TrainError
-from specexport.contract.methods.base import CHECKPOINT, DEFAULT_DRAFT_TOKENS, Flag, Suggestion
+from specexport.contract.methods.base import CHECKPOINT, DEFAULT_DRAFT_TOKENS, Flag
+from specexport.contract.methods.suggestion import Suggestion
 from specexport.contract.options import dashed
 from specexport.methods.hidden_states import OwnStateDraft, StatesCheckpointOptions
 from specexport.training.options import StatesDraftTraining, Training, draft_option, report_chain

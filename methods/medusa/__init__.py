@@ -7,14 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from specexport.contract.methods.base import (
-    CheckpointOptions,
-    Flag,
-    RankedMethod,
-    SourceKind,
-    Suggestion,
-    TargetProfile,
-)
+from specexport.contract.methods.base import CheckpointOptions, Flag, RankedMethod, SourceKind
+from specexport.contract.methods.suggestion import Suggestion, TargetProfile
 from specexport.contract.model import BYTES_PER_WEIGHT, Positive, StoredAs
 from specexport.contract.options import option, options
 from specexport.contract.shapes import Size

@@ -11,7 +11,8 @@ import numpy as np
 from msgspec import Meta
 
 from specexport.contract import tensors
-from specexport.contract.methods.base import CHECKPOINT, CheckpointOptions, DraftingMethod, Flag, Suggestion
+from specexport.contract.methods.base import CHECKPOINT, CheckpointOptions, DraftingMethod, Flag
+from specexport.contract.methods.suggestion import Suggestion
 from specexport.contract.options import option
 from specexport.contract.shapes import Size, uncached_points, window
 from specexport.contract.signature import GraphSignature, stage_outputs

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag, Suggestion, TargetProfile
+from specexport.contract.methods.base import DEFAULT_DRAFT_TOKENS, Flag
+from specexport.contract.methods.suggestion import Suggestion, TargetProfile
 from specexport.methods.hidden_states import OwnStateDraft, StatesDraftOptions
 
 
