@@ -66,37 +66,33 @@ class WeightsFile(DataFile):
     """A weights file, and the report of writing it.
 
     Args:
+        storage: the storage of matrices that are multiplied or looked up; norms and biases are stored in fp32.
+        heads: the storage of the matrices of Medusa heads; None for ``storage``.
+        checkpoint: the checkpoint's tensors by name; quantized tensors keep their scales if possible.
         progress: called after each tensor with its size in bytes.
     """
 
-    def __init__(self, path: Path, progress: Callable[[int], None] | None = None) -> None:
-        super().__init__(path)
-        self._progress = progress or (lambda _: None)
-        self._tensors: Mapping[str, StoredTensor] = {}
-        self._quantized: set[str] = set()
-        self.report = WeightsReport()
-
-    def externalize(
+    def __init__(
         self,
-        model: ir.Model,
+        path: Path,
         storage: Storage,
         heads: Storage | None = None,
         checkpoint: Mapping[str, StoredTensor] | None = None,
+        progress: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Moves the weights of a graph and its subgraphs into the file.
-
-        Args:
-            storage: the storage of matrices that are multiplied or looked up; norms and biases are stored in fp32.
-            heads: the storage of the matrices of Medusa heads; None for ``storage``.
-            checkpoint: the checkpoint's tensors by name; quantized tensors keep their scales if possible.
-        """
+        super().__init__(path)
+        self._storage, self._heads = storage, heads or storage
         self._tensors = checkpoint or {}
         self._quantized = {name for name, tensor in self._tensors.items() if isinstance(tensor, QuantizedTensor)}
+        self._progress = progress
+        self.report = WeightsReport()
+
+    def externalize(self, model: ir.Model) -> None:
+        """Moves the weights of a graph and its subgraphs into the file."""
         for graph in (model.graph, *model.graph.subgraphs()):
-            router_matrices = routers(graph)
-            of_heads = set() if heads is None else needed_only_for(graph, tensors.CANDIDATES)
+            router_matrices, of_heads = routers(graph), needed_only_for(graph, tensors.CANDIDATES)
             for value in list(graph.initializers.values()):
-                chosen = heads if heads is not None and value in of_heads else storage
+                chosen = self._heads if value in of_heads else self._storage
                 self._move(graph, value, _EXACT if value in router_matrices else chosen)
 
     def _move(self, graph: ir.Graph, value: ir.Value, storage: Storage) -> None:

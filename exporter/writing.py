@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -68,11 +67,10 @@ def write_models(
         build.progress(title, min(total - 1, int(done)), total)
 
     models: list[Model] = []
-    with WeightsFile(folder / "weights.bin", advance) as weights:
+    with WeightsFile(folder / "weights.bin", storage, heads, checkpoint.tensors, advance) as weights:
         for graph in graphs:
             weights.report = WeightsReport()
-            store = partial(weights.externalize, storage=storage, heads=heads, checkpoint=checkpoint.tensors)
-            write_passes(graph.model, store, branches=storage.branches)
+            write_passes(graph.model, weights.externalize, branches=storage.branches)
             ir.save(graph.model, folder / f"{graph.name}.onnx")
             models.append(
                 Model(

@@ -111,8 +111,8 @@ def test_packed_int4_reads_back_through_onnx(values: list[int]) -> None:
 
 def stored_graph(model: ir.Model, path: Path, *storage: Storage, **more: Any) -> WeightsFile:
     """Writes a graph, and its weights as builds store them into ``weights.bin`` beside it."""
-    with WeightsFile(path.with_name("weights.bin")) as weights:
-        weights.externalize(model, *storage, **more)
+    with WeightsFile(path.with_name("weights.bin"), *storage, **more) as weights:
+        weights.externalize(model)
     passes.RemoveUnusedNodesPass()(model)
     ir.save(model, path)
     return weights
@@ -165,8 +165,8 @@ def test_stored_graphs_equal_the_original(tmp_path: Path, precision: str, tolera
 def test_rows_are_looked_up_without_an_operator_that_gpus_lack(tmp_path: Path, precision: str) -> None:
     embedding = np.random.default_rng(0).standard_normal((VOCAB, K)).astype(np.float32)
     model = _model(embedding, np.eye(K, dtype=np.float32), tied=False)
-    with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage(precision, 32))
+    with WeightsFile(tmp_path / "weights.bin", Storage(precision, 32)) as weights:
+        weights.externalize(model)
     looked_up = next(node for node in model.graph if node.op_type == "MatMul").inputs[0]
     looked_up.type = ir.TensorType(ir.DataType.FLOAT)
     model.graph.outputs.append(looked_up)
@@ -191,8 +191,8 @@ def test_experts_are_dequantized_exactly(tmp_path: Path, precision: str, restore
     stack = model.graph[0].inputs[0]
     stack.const_value, stack.shape = ir.Tensor(experts, name="stack"), ir.Shape(experts.shape)
     model.graph.register_initializer(stack)
-    with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, Storage(precision, 32))
+    with WeightsFile(tmp_path / "weights.bin", Storage(precision, 32)) as weights:
+        weights.externalize(model)
     passes.RemoveUnusedNodesPass()(model)
     if restored:
         restore_tables(model, lambda name, dtype, array: ir.tensor(array, dtype, name=name))
@@ -287,8 +287,8 @@ def test_heads_are_stored_in_the_draft_precision(tmp_path: Path) -> None:
         weight.const_value = ir.Tensor(np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32))
         weight.shape, weight.type = ir.Shape((128, 128)), ir.TensorType(ir.DataType.FLOAT)
         model.graph.register_initializer(weight)
-    with WeightsFile(tmp_path / "weights.bin", lambda size: None) as weights:
-        weights.externalize(model, Storage("int4", 128), Storage("int4", 32))
+    with WeightsFile(tmp_path / "weights.bin", Storage("int4", 128), Storage("int4", 32)) as weights:
+        weights.externalize(model)
     blocks = [node.attributes["block_size"].as_int() for node in model.graph if node.op_type == "DequantizeLinear"]
     assert blocks == [128, 32]
 
@@ -311,8 +311,8 @@ def test_scales_that_a_graph_cannot_read_are_rounded_again(tmp_path: Path, stora
         tensors[name] = QuantizedTensor(name, (columns, K), "F32", lambda: None, scales=scales, kind="int4")  # type: ignore[arg-type, return-value]
         matrices[name] = blocks.restored(0)
     model = _model(matrices["table"].T.copy(), matrices["weight"], tied=False)
-    with WeightsFile(tmp_path / "weights.bin") as weights:
-        weights.externalize(model, storage, checkpoint=tensors)
+    with WeightsFile(tmp_path / "weights.bin", storage, checkpoint=tensors) as weights:
+        weights.externalize(model)
     assert weights.report.kept == kept
     passes.RemoveUnusedNodesPass()(model)
     ir.save(model, tmp_path / "model.onnx")
