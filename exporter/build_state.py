@@ -67,7 +67,6 @@ class BuildPlan(Strict, frozen=True):
 
     @classmethod
     def of_bundle(cls, manifest: Manifest) -> BuildPlan:
-        """The plan of a finished bundle."""
         points = manifest.target.graph.points
         widths = tuple(sorted({point.tokens for point in points if point.rows == point.tokens}))
         return cls(
@@ -132,7 +131,6 @@ class Build:
 
     @property
     def plan(self) -> BuildPlan:
-        """The trees and shapes of the bundle."""
         return self.target.plan
 
     @property

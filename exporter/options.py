@@ -89,7 +89,6 @@ class CompileOptions(Options, frozen=True):
     plain_profile: Annotated[bool, _engine()] = False
 
     def check(self) -> None:
-        """Checks the options against the backend."""
         chosen = self.compute_capability or self.engine_batch_sizes != (1,) or self.plain_profile
         if self.backend not in COMPILERS and chosen:
             raise BuildError(
@@ -212,7 +211,6 @@ class BuildOptions(BuildSettings, frozen=True):
     resume: Annotated[bool, option(hidden=True)] = False
 
     def check(self) -> None:
-        """Checks options against each other."""
         msgspec.structs.force_setattr(self, "methods", read_methods(self.methods))
         names = [method.name for method in self.methods]
         if doubled := sorted({name for name in names if names.count(name) > 1}):

@@ -186,7 +186,6 @@ def plan(
 
 
 def _draft(method: MethodOptions, target: str, target_sizes: ModelSizes) -> MetaDraft:
-    """The draft of a method, as a separate model."""
     if method_type(method.name).whole_model:
         source: str = method.model  # type: ignore[attr-defined]
         require_whole_model(locate(source, weights=False))

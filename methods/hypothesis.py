@@ -57,7 +57,6 @@ class Tracker:
         return self._length
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Follows new tokens of the output."""
         for token in tokens:
             self._length += 1
             self._recent = [*self._recent[1 - LONGEST_MATCH :], token]

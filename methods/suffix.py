@@ -234,7 +234,6 @@ class SuffixProposer(TextProposer[_Text]):
         self._store = store
 
     def ahead(self, view: SlotView) -> Sequence[int]:
-        """The chain with the highest expected acceptance."""
         text = self._read(view)
         method = cast(Suffix, view.options or self._method)
         best: list[int] = []

@@ -79,7 +79,6 @@ class RunOptions(Options, frozen=True, kw_only=True):
         return TrainError(message, param=name)
 
     def check(self) -> None:
-        """Checks the options as far as possible without the model."""
         if not self.data:
             raise TrainError("--data: no files; expected text, .jsonl or .json")
         files = [("--data", path) for path in self.data]

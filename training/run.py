@@ -215,7 +215,6 @@ class Run(Generic[O]):
         self.held_out = self.texts_of(model, self.held_out, min(_MEASURED_TEXTS, -(-count // 8)), "sampled-held-out")
 
     def batch(self, number: int, seed: int) -> Windows:
-        """A training batch on the device."""
         return self.windows.rows(self.windows.order(number, self.options.batch_size, seed)).to(self.place.device)
 
     def train(
@@ -281,7 +280,6 @@ def open_run(command: str, options: O, target: TrainingModel, log: Log, *drafts:
 
 
 def _read(options: RunOptions, tokenizer: Any, window: int) -> tuple[Windows, Windows]:
-    """The windows to learn and the windows to hold out."""
     windows = read_windows(options.data, tokenizer, seq_len=window, seed=options.seed)
     share = options.held_out_share()
     if share is not None:

@@ -227,7 +227,6 @@ def read_method(
 
 
 def _choices(trees_option: Any, where: str) -> list[Any]:
-    """Reads trees as choices."""
     named = [trees_option] if isinstance(trees_option, (str, Path, TokenTree)) else trees_option
     if not isinstance(named, Sequence):
         raise BuildError(f"{where}: trees is {trees_option!r}; expected names of presets, files or trees")

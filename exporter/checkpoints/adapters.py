@@ -129,7 +129,6 @@ def _replacement(tensor: torch.Tensor, _original: StoredTensor) -> torch.Tensor:
 
 
 def _merge(path: Path, name: str, layer: Any, lock: threading.Lock, tensor: StoredTensor) -> torch.Tensor:
-    """A layer's weight with the adapter merged."""
     base = layer.get_base_layer()
     with lock:
         # An adapter of an embedding table contains the table that it was trained on.

@@ -47,7 +47,6 @@ def meta_model(folder: Path) -> Any:
 
 
 def _create_meta_model(folder: Path, config: Any) -> Any:
-    """A configuration's model on torch's meta device."""
     try:
         with quiet(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)

@@ -188,7 +188,6 @@ class _Parts:
         return tensor
 
     def require_shape(self, holds: bool, tensor: StoredTensor, expected: object) -> None:
-        """Checks the shape of a part."""
         if not holds:
             raise BuildError(
                 f"{self.folder}: tensor {tensor.name!r} has shape {list(tensor.shape)}; expected {expected}, as the "
@@ -196,7 +195,6 @@ class _Parts:
             )
 
     def optional(self, part: str, shape: tuple[int, ...], *types: str) -> StoredTensor | None:
-        """An optional part of this shape."""
         if not self.has(part):
             return None
         tensor = self.take(part, *types)
@@ -363,7 +361,6 @@ def _finite(parts: _Parts, scales: StoredTensor) -> npt.NDArray[np.float32]:
 
 
 def _groups(parts: _Parts, index: StoredTensor | None, groups: int) -> npt.NDArray[np.int64] | None:
-    """Reads the group of each row."""
     if index is None:
         return None
     order = index.read().numpy().astype(np.int64)

@@ -104,7 +104,6 @@ class _Narrowing:
             node.attributes["to"] = ir.AttrInt64("to", self._narrow.value)
 
     def _decide(self, node: ir.Node, floats: list[ir.Value]) -> bool:
-        """Whether a node computes in the narrow type."""
         if node.op_type in self._wide or any(value in self._angles for value in node.outputs):
             return False
         if any(value in self._routers for value in node.inputs):

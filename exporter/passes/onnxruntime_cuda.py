@@ -65,7 +65,6 @@ def _fuse_residual(graph: ir.Graph, norm: ir.Node) -> None:
 
 
 def _fuse_silu(graph: ir.Graph, product: ir.Node) -> None:
-    """Fuses ``x * sigmoid(x)``."""
     silu = product.outputs[0]
     for x, gate in (product.inputs, reversed(product.inputs)):
         sigmoid = producer(gate, "Sigmoid")

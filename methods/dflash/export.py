@@ -150,7 +150,6 @@ def _first(*values: Any) -> Any:
 
 
 def _refuse_variants(path: Path, config: _Config, nested: _Nested) -> None:
-    """Refuses variants that draft differently from DFlash."""
     for field, value, expected in (
         ("projector_type", config.projector_type, "dflash"),
         ("sample_from_anchor", config.sample_from_anchor, False),

@@ -29,7 +29,6 @@ class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
         return SelfDraft(trees=(), layers=options.layers, candidates=min(MAX_CANDIDATES, target.vocab))
 
     def add_to_target(self, method: SelfDraft, target: Checkpoint, build: BuildOptions, plan: BuildPlan) -> TracedGraph:
-        """See :class:`MethodExporter`."""
         if target.states:
             raise BuildError(
                 f"self_draft: {target.source} has layers without attention, which drafts must not have; leave it out"

@@ -73,7 +73,6 @@ class Header:
     tensors: dict[str, TensorPlace]
 
     def get(self, key: str, kind: type[Any] | tuple[type[Any], ...], default: Any = None) -> Any:
-        """A value of the metadata."""
         if key not in self.fields:
             return default
         value = self.fields[key].value
