@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -203,26 +204,22 @@ class _Calibration:
     @contextlib.contextmanager
     def rounding(self) -> Iterator[None]:
         """Context in which each matrix is rounded before its first product."""
-        handles = []
-        for name, module in self.matrices.items():
-            weight = module._parameters["weight"]
 
-            def round_and_load(module: Any, inputs: tuple[torch.Tensor, ...], name: str = name) -> None:
-                if name not in self.rounded:
-                    self._round(name, module, inputs[0])
-                module._parameters["weight"] = nn.Parameter(self.rounded[name].read(), requires_grad=False)
+        def round_and_load(name: str, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            if name not in self.rounded:
+                self._round(name, module, inputs[0])
+            module._parameters["weight"] = nn.Parameter(self.rounded[name].read(), requires_grad=False)
 
-            def unload(module: Any, *_: Any, weight: Any = weight) -> None:
-                module._parameters["weight"] = weight
+        def unload(weight: Any, module: Any, *_: Any) -> None:
+            module._parameters["weight"] = weight
 
-            handles.append(module.register_forward_pre_hook(round_and_load))
-            handles.append(module.register_forward_hook(unload, always_call=True))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name, module in self.matrices.items():
+                unload_weight = functools.partial(unload, module._parameters["weight"])
+                hooks.enter_context(module.register_forward_pre_hook(functools.partial(round_and_load, name)))
+                hooks.enter_context(module.register_forward_hook(unload_weight, always_call=True))
             yield
-        finally:
-            self._read = None, None
-            for handle in handles:
-                handle.remove()
+        self._read = None, None
 
     def _round(self, name: str, module: nn.Linear, x: torch.Tensor) -> None:
         weight, block = module.weight.detach().float(), block_for(module.in_features, self.block_size)

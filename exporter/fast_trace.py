@@ -12,6 +12,7 @@ import operator
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._higher_order_ops.scan import scan_op
@@ -35,7 +36,7 @@ _CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
 
 _Passes: Any = _fx_passes
 _Registry: Any = _registration.ONNXRegistry
-_read_registry = _Registry.from_torchlib
+_read_registry = functools.cache(_Registry.from_torchlib)
 _Promotion: Any = type_promotion._TypePromotionInterpreter
 
 
@@ -48,7 +49,6 @@ def fast_trace() -> Iterator[None]:
     trace of a small model, and gains nothing with sixteen layers either.
     """
     decompose, run_node = _Passes.decompose_with_registry, _Promotion.run_node
-    from_torchlib = vars(_Registry)["from_torchlib"]
 
     def decompose_if_needed(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         # The bodies of scans are modules of their own.
@@ -68,27 +68,21 @@ def fast_trace() -> Iterator[None]:
         has_value = node.op == "call_function" and "val" in node.meta
         return node.meta["val"] if has_value and rule is None else run_node(self, node)
 
-    _Passes.decompose_with_registry, _Promotion.run_node = decompose_if_needed, promote
-    _Registry.from_torchlib = staticmethod(_registry)
-    try:
-        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
-            yield
-    finally:
-        _Passes.decompose_with_registry, _Promotion.run_node = decompose, run_node
-        _Registry.from_torchlib = from_torchlib
+    with (
+        mock.patch.object(_Passes, "decompose_with_registry", decompose_if_needed),
+        mock.patch.object(_Promotion, "run_node", promote),
+        mock.patch.object(_Registry, "from_torchlib", _registry),
+        torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+    ):
+        yield
 
 
 def _registry(opset_version: int) -> Any:
     """A copy of an opset's translations, to which the caller may add."""
     registry = _Registry()
-    vars(registry).update(vars(_known_registry(opset_version)))
+    vars(registry).update(vars(_read_registry(opset_version=opset_version)))
     registry.functions = {target: [*overloads] for target, overloads in registry.functions.items()}
     return registry
-
-
-@functools.cache
-def _known_registry(opset_version: int) -> Any:
-    return _read_registry(opset_version=opset_version)
 
 
 def _stays(node: torch.fx.Node, registry: Any, composites: Container[Any]) -> bool:

@@ -46,17 +46,14 @@ def recorded_states(model: Any, layers: Iterable[int]) -> Iterator[dict[int, tor
     def record_output(count: int, _module: torch.nn.Module, _args: Any, output: Any) -> None:
         recorded[count] = output[0] if isinstance(output, tuple) else output
 
-    hooks = [
-        stack[count - 1].register_forward_hook(partial(record_output, count))
-        if count
-        else stack[0].register_forward_pre_hook(record_input, with_kwargs=True)
-        for count in counts
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for count in counts:
+            hooks.enter_context(
+                stack[count - 1].register_forward_hook(partial(record_output, count))
+                if count
+                else stack[0].register_forward_pre_hook(record_input, with_kwargs=True)
+            )
         yield recorded
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def hidden_and_logits(
@@ -78,11 +75,8 @@ def hidden_and_logits(
         # At least one row, as some models do not accept an empty selection.
         return (args[0][:1, :1] if rows is None else args[0][rows][None], *args[1:])
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(keep)
-    try:
+    with model.get_output_embeddings().register_forward_pre_hook(keep):
         logits = model(input_ids=ids, use_cache=False).logits
-    finally:
-        hook.remove()
     return hidden[0], logits[0] if rows is not None else logits[:0, 0]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -64,11 +65,8 @@ def fused_rotary(model: torch.nn.Module) -> Iterator[None]:
         # Further arguments mean that heads or positions are laid out differently.
         return original(q, k, cos, sin, *args, **kwargs) if args or kwargs else _rotate(q, k, cos, sin)
 
-    setattr(family, _NAME, rotate)
-    try:
+    with mock.patch.object(family, _NAME, rotate):
         yield
-    finally:
-        setattr(family, _NAME, original)
 
 
 def take_one_position_row(model: torch.nn.Module) -> None:

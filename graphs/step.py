@@ -58,12 +58,8 @@ def run_model(
     read = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     cache = PassThroughCache(model.config.num_hidden_layers)  # type: ignore[arg-type, union-attr]
-    hook = head.register_forward_pre_hook(take)
-    try:
-        with lowering(active):
-            out = model(**read, position_ids=position_ids, past_key_values=cache, use_cache=True)
-    finally:
-        hook.remove()
+    with head.register_forward_pre_hook(take), lowering(active):
+        out = model(**read, position_ids=position_ids, past_key_values=cache, use_cache=True)
     return out.logits.float(), head_rows[0]
 
 

@@ -323,21 +323,18 @@ def form_of(parameter: torch.Tensor) -> str:
 @contextlib.contextmanager
 def read_weights(model: torch.nn.Module) -> Iterator[None]:
     """Context in which each module has its weights while it runs, instead of stand-ins."""
-    handles = []
-    for module in model.modules():
-        stand_ins = {
-            name: parameter
-            for name, parameter in module._parameters.items()
-            if parameter is not None and stored_tensor(parameter)
-        }
-        if stand_ins:
-            handles.append(module.register_forward_pre_hook(partial(_read_weights, stand_ins)))
-            handles.append(module.register_forward_hook(partial(_release_weights, stand_ins), always_call=True))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            stand_ins = {
+                name: parameter
+                for name, parameter in module._parameters.items()
+                if parameter is not None and stored_tensor(parameter)
+            }
+            if stand_ins:
+                release = partial(_release_weights, stand_ins)
+                hooks.enter_context(module.register_forward_pre_hook(partial(_read_weights, stand_ins)))
+                hooks.enter_context(module.register_forward_hook(release, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _read_weights(stand_ins: dict[str, Any], module: torch.nn.Module, _args: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import onnx
 import onnx_ir as ir
@@ -88,11 +89,8 @@ def messages() -> Iterator[list[str]]:
         if severity >= G_LOGGER.ERROR:
             errors.append(str(message() if callable(message) else message))
 
-    previous, G_LOGGER.log = G_LOGGER.log, collect
-    try:
+    with mock.patch.object(G_LOGGER, "log", collect):
         yield errors
-    finally:
-        G_LOGGER.log = previous
 
 
 def reason(errors: list[str]) -> str:
