@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,6 @@ PROGRAM_OPSET = 18
 """Opset of the accept and fill graphs, all of whose operators have CUDA kernels in ONNX Runtime. Equal changed in opset
 19, ReduceMax and ReduceMin in 20, and their new versions got kernels late."""
 _FOLDER = "program"
-_DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 _SIZES = {"B": 2, "R": 3, "N-1": 4, "T": 5, "N": 5, "C": 6, "K": 7, "S": 24, "V": 40}
 """Sizes to trace with. Within a graph they differ from each other, and from 0 and 1, on which torch.export would
 specialize."""
@@ -140,8 +139,14 @@ def trace_module(
     flat = [tensor for entry in inputs for tensor in ([entry] if isinstance(entry, Tensor) else entry)]
     names = list(map(str, flat))
     dimensions = _dimensions({dim for tensor in flat for dim in tensor.dims if isinstance(dim, str)})
-    examples = tuple(_nested(_example, entry) for entry in inputs)
-    dims = tuple(_nested(lambda tensor: _dynamic(tensor, dimensions), entry) for entry in inputs)
+
+    def example(tensor: Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape(_SIZES), dtype=getattr(torch, tensor.dtype))
+
+    def dynamic(tensor: Tensor) -> dict[int, Any]:
+        return {axis: dimensions[dim] for axis, dim in enumerate(tensor.dims) if isinstance(dim, str)}
+
+    examples, dims = (tuple(_nested(of, entry) for entry in inputs) for of in (example, dynamic))
     outputs = list(map(str, outputs))
 
     def make() -> ir.Model:
@@ -179,14 +184,6 @@ def trace_module(
 
 def _nested(of: Callable[[Tensor], Any], entry: Tensor | Sequence[Tensor]) -> Any:
     return of(entry) if isinstance(entry, Tensor) else list(map(of, entry))
-
-
-def _example(tensor: Tensor) -> torch.Tensor:
-    return torch.zeros(tensor.shape(_SIZES), dtype=_DTYPES[tensor.dtype])
-
-
-def _dynamic(tensor: Tensor, dimensions: Mapping[str, Any]) -> dict[int, Any]:
-    return {axis: dimensions[dim] for axis, dim in enumerate(tensor.dims) if isinstance(dim, str)}
 
 
 def _dimensions(symbols: Collection[str]) -> dict[str, Any]:

@@ -176,9 +176,7 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
         return _linked_gguf(Path(folder), files)
 
     with failing_as(lambda error: f"{source}: not a local folder, and the hub could not provide it: {error}"):
-        if file:
-            named = fetch_gguf()
-            assert named is not None
+        if file and (named := fetch_gguf()) is not None:
             return named
         folder = fetch(*_SETTINGS, *_TOKENIZER)
         needed = [] if (folder / "tokenizer.json").is_file() else [*_VOCABULARY]
