@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -24,7 +25,9 @@ from transformers.cache_utils import Cache
 from specexport.contract.errors import BuildError
 from specexport.contract.model import CacheLayer
 from specexport.graphs.ops import tensor_scatter
-from specexport.graphs.recurrent import active_states
+
+if TYPE_CHECKING:
+    from specexport.graphs.recurrent import States
 
 ATTENTION_NAME = "specexport"
 
@@ -66,9 +69,16 @@ class AttentionCall(NamedTuple):
     sink: torch.Tensor | None = None
 
 
-class Lowering(Protocol):
-    """Traces the attention of layers into a graph."""
+class Lowering(ABC):
+    """Traces the attention of layers into a graph.
 
+    Attributes:
+        states: the states that layers without attention read and write; None if the model must not have such layers.
+    """
+
+    states: States | None = None
+
+    @abstractmethod
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attention over the cache and the new rows, ``[B,Hkv,G*T,D]``."""
 
@@ -76,11 +86,17 @@ class Lowering(Protocol):
 _active: Lowering | None = None
 
 
-class Probe:
+def active_states() -> States | None:
+    """The states of the current run."""
+    return None if _active is None else _active.states
+
+
+class Probe(Lowering):
     """A lowering that only records the shapes of each layer's keys and values."""
 
-    def __init__(self) -> None:
+    def __init__(self, states: States | None = None) -> None:
         self.seen: dict[int, CacheLayer] = {}
+        self.states = states
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         sizes = CacheLayer(heads=call.key.shape[1], key_size=call.key.shape[3], value_size=call.value.shape[3])
@@ -270,7 +286,7 @@ def _weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
     return torch.cat([scores, sink.expand(scores.shape[0], -1, -1, -1)], -1).softmax(-1)[..., :-1]
 
 
-class NativeLowering:
+class NativeLowering(Lowering):
     """TensorScatter into the static cache, then Attention over it with a boolean mask.
 
     Attributes:
@@ -278,8 +294,14 @@ class NativeLowering:
     """
 
     def __init__(
-        self, past: KeyValues, tree_mask: torch.Tensor, position_ids: torch.Tensor, past_length: torch.Tensor
+        self,
+        past: KeyValues,
+        tree_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_length: torch.Tensor,
+        states: States | None = None,
     ) -> None:
+        self.states = states
         self._past = past
         self._past_length = past_length
         self._position_ids = position_ids
@@ -315,7 +337,7 @@ _HIDDEN = torch.finfo(torch.float32).min / 2
 """Added to the score of a hidden row; half of the lowest number, so that adding a score cannot overflow."""
 
 
-class TwoPartLowering:
+class TwoPartLowering(Lowering):
     """Attention with one softmax over the cache, which is only read, and over new rows that are not in it yet.
 
     Args:
@@ -336,7 +358,9 @@ class TwoPartLowering:
         seen: torch.Tensor,
         positions: torch.Tensor,
         rows: KeyValues | None = None,
+        states: States | None = None,
     ) -> None:
+        self.states = states
         self._past = past
         self._past_length = past_length[:, None, None]
         self._seen = seen

@@ -12,7 +12,7 @@ import torch
 
 from specexport.contract.model import StateLayer
 from specexport.graphs.attention import TwoPartLowering
-from specexport.graphs.recurrent import StepStates, recurrent
+from specexport.graphs.recurrent import StepStates
 from specexport.graphs.step import flat, pairs, run_model
 
 MAX_CANDIDATES = 64
@@ -170,10 +170,9 @@ class DraftPass(torch.nn.Module):
         position_ids = positions[:, -tokens:].clamp(max=self.max_positions - 1)
         states = StepStates(self.states, past, past_length, rows)
         count = len(past) - states.input_count
-        two_part = TwoPartLowering(pairs(past[:count]), past_length, seen, positions, pairs(rows[:count]))
+        two_part = TwoPartLowering(pairs(past[:count]), past_length, seen, positions, pairs(rows[:count]), states)
         if self.input_vocab is not None:
             input_ids = input_ids.clamp(max=self.input_vocab - 1)
-        with recurrent(states):
-            logits, _ = run_model(self.model, two_part, input_ids, position_ids, logits_row[:, None])
+        logits, _ = run_model(self.model, two_part, input_ids, position_ids, logits_row[:, None])
         drawn = draw_next(logits[..., : self.vocab_size], uniform, sampling)
         return (*drawn, *flat(two_part.returned), *states.returned)

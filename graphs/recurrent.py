@@ -21,9 +21,8 @@ Mamba-2 (Dao and Gu 2024) has the same state without the correction: ``u_t = v_t
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +30,7 @@ from torch._higher_order_ops.scan import scan
 from transformers.activations import ACT2FN
 
 from specexport.contract.model import CELL, Recurrence, StateLayer
+from specexport.graphs.attention import active_states
 from specexport.graphs.ops import take_rows
 
 _EPSILON = 1e-6
@@ -65,25 +65,6 @@ class States(Protocol):
         """The output, ``[B,T,H,Dv]``, of the layer that called :meth:`convolve` last."""
 
 
-_active: States | None = None
-
-
-@contextlib.contextmanager
-def recurrent(active: States) -> Iterator[None]:
-    """Context in which layers without attention read and write these states."""
-    global _active
-    previous, _active = _active, active
-    try:
-        yield
-    finally:
-        _active = previous
-
-
-def active_states() -> States | None:
-    """The states of the current run."""
-    return _active
-
-
 def patch_recurrence(model: torch.nn.Module) -> None:
     """Patches a model's code so that its recurrent layers use the active states, if there are any."""
     for name in {type(module).__module__ for module in model.modules()}:
@@ -102,7 +83,8 @@ class _Patched:
         self._ours = ours
 
     def __call__(self, *args: Any, **how: Any) -> Any:
-        return self._own(*args, **how) if _active is None else self._ours(_active, *args, **how)
+        states = active_states()
+        return self._own(*args, **how) if states is None else self._ours(states, *args, **how)
 
 
 def _convolution(

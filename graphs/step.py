@@ -12,7 +12,7 @@ from specexport.contract import tensors
 from specexport.contract.model import LoweredAs, StateLayer
 from specexport.graphs.attention import Lowering, NativeLowering, PassThroughCache, TwoPartLowering, lowering
 from specexport.graphs.layers import recorded_states
-from specexport.graphs.recurrent import StepStates, recurrent
+from specexport.graphs.recurrent import StepStates
 
 
 def pairs(flat: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -126,16 +126,16 @@ class StepModule(torch.nn.Module):
         states = StepStates(self.states, past, past_length)
         caches = pairs(past[: len(past) - states.input_count])
         active = (
-            NativeLowering(caches, tree_mask, position_ids, past_length)
+            NativeLowering(caches, tree_mask, position_ids, past_length, states)
             if self.lowering == "native"
-            else TwoPartLowering(caches, past_length, tree_mask, position_ids)
+            else TwoPartLowering(caches, past_length, tree_mask, position_ids, states=states)
         )
         if self.input_vocab is not None:
             input_ids = input_ids.clamp(max=self.input_vocab - 1)
         if inputs_embeds is not None and embeds_mask is not None:
             token_embeds: torch.Tensor = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
             inputs_embeds = torch.where(embeds_mask[:, :, None], inputs_embeds, token_embeds)
-        with recorded_states(self.model, self.layer_counts.values()) as recorded, recurrent(states):
+        with recorded_states(self.model, self.layer_counts.values()) as recorded:
             read = (input_ids, position_ids, logits_rows, inputs_embeds)
             logits, hidden = run_model(self.model, active, *read)
         results: dict[str, torch.Tensor] = {tensors.LOGITS: logits, tensors.HIDDEN: hidden.float()}

@@ -23,7 +23,7 @@ from specexport.exporter.checkpoints.stored import StoredTensor
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe, lowering, sample_masks
 from specexport.graphs.experts import EXPERTS_NAME
 from specexport.graphs.layers import hidden_and_logits, keep_first_layers
-from specexport.graphs.recurrent import StateProbe, patch_recurrence, recurrent
+from specexport.graphs.recurrent import StateProbe, patch_recurrence
 from specexport.graphs.rotary import freeze_frequencies, take_one_position_row
 
 Array = npt.NDArray[Any]
@@ -165,11 +165,12 @@ def plain_transformers(model: Any) -> Iterator[None]:
 
 def _probe(model: Any, family: str, max_positions: int) -> tuple[tuple[CacheLayer, ...], dict[int, StateLayer]]:
     """Runs two tokens to find the cached sizes of each layer, which families' configurations name differently."""
-    probe, states = Probe(), StateProbe()
+    states = StateProbe()
+    probe = Probe(states)
     layers = int(model.config.num_hidden_layers)
     ids = torch.zeros(1, 2, dtype=torch.int64)
     try:
-        with torch.no_grad(), lowering(probe), recurrent(states), sample_masks(max_positions):
+        with torch.no_grad(), lowering(probe), sample_masks(max_positions):
             model(ids, position_ids=torch.arange(2)[None], past_key_values=PassThroughCache(layers), use_cache=True)
     except BuildError as error:
         raise BuildError(f"model family '{family}': {error}") from error

@@ -19,7 +19,7 @@ import torch
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from specexport.contract.model import LoweredAs
-from specexport.graphs.attention import AttentionCall, KeyValues, TwoPartLowering, attend, lowering
+from specexport.graphs.attention import AttentionCall, KeyValues, Lowering, TwoPartLowering, attend, lowering
 from specexport.graphs.ops import tensor_scatter
 from specexport.graphs.propose import draw_candidate
 from specexport.graphs.step import flat, pairs
@@ -135,7 +135,7 @@ def _attended(
     return attention.o_proj(attended.flatten(2))
 
 
-class BlockLowering:
+class BlockLowering(Lowering):
     """Attention in two parts (:class:`~specexport.graphs.attention.TwoPartLowering`).
 
     In ``causal`` layers, rows do not see ``later`` ones, bool ``[T,F]``.

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import LlamaConfig
 
 from specexport.contract.errors import TrainError
-from specexport.graphs.attention import AttentionCall, lowering
+from specexport.graphs.attention import AttentionCall, Lowering, lowering
 from specexport.methods.eagle3 import Eagle3Training
 from specexport.methods.eagle3.export import Eagle3Outline, read_eagle3, save_eagle3
 from specexport.methods.eagle3.graph import Eagle3Draft
@@ -143,7 +143,7 @@ def draft_losses(draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch:
         yield total, torch.where(labels >= 0, ranks, vocab)
 
 
-class _TrainingTimeTest:
+class _TrainingTimeTest(Lowering):
     """Attention in the training-time test: a row for each token, then in each call the rows that continue from them.
 
     Row t of call s attends to rows 0 to t of the first call, and to row t of each later call up to s.
