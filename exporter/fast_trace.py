@@ -71,7 +71,7 @@ def fast_trace() -> Iterator[None]:
     with (
         mock.patch.object(_Passes, "decompose_with_registry", decompose_if_needed),
         mock.patch.object(_Promotion, "run_node", promote),
-        mock.patch.object(_Registry, "from_torchlib", _registry),
+        mock.patch.object(_Registry, "from_torchlib", staticmethod(_registry)),
         torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
     ):
         yield
