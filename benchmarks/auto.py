@@ -201,11 +201,11 @@ def _policy(engine: Engine, name: str) -> Iterator[None]:
     kept = scheduler._policy
     if name == "first":
         costs = Costs(engine.costs.curve, refined=True)
-        fresh = MeasuredPolicy(engine.manifest, engine.loaded_methods, costs, program.sizes)
+        fresh = MeasuredPolicy(engine.manifest, engine.proposers, costs, program.sizes)
         fresh.look_up = program.look_up
         scheduler._policy = fresh
     elif name != "default":
-        scheduler._policy = Fixed(engine.manifest, engine.loaded_methods)
+        scheduler._policy = Fixed(engine.manifest, engine.proposers)
     try:
         yield
     finally:

@@ -116,7 +116,7 @@ def _decode(
     """Plain decoding and every K, prompt by prompt."""
     params = SamplingParams(max_tokens=args.new_tokens, temperature=args.temperature, seed=0, ignore_eos=True)
     rows = args.prompt_tokens + args.new_tokens // 2
-    proposer = engine.loaded_methods["draft_model"].proposer
+    proposer = engine.proposers["draft_model"]
     assert isinstance(proposer, DraftModelProposer)
     runs: dict[int, list[Completion]] = {k: [] for k in (0, *ks)}
     costs: dict[int, list[tuple[float, float]]] = {k: [] for k in runs}

@@ -34,7 +34,7 @@ seconds = (imported - started, loaded - imported, time.perf_counter() - loaded)
 for _ in stream:
     pass
 resident = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmRSS"))
-drafts = [getattr(method.proposer, "graph", None) for method in engine.loaded_methods.values()]
+drafts = [getattr(proposer, "graph", None) for proposer in engine.proposers.values()]
 caches = sum(graph.cache_bytes for graph in (engine._target, *drafts) if graph is not None)
 print(json.dumps({"seconds": seconds, "resident": resident, "caches": caches}))
 """

@@ -197,7 +197,7 @@ def _measure(args: argparse.Namespace, shape: str, precision: str, target: Path,
     )
     manifest = read_manifest(out)
     with Engine.load(out, threads=args.threads, check_hashes=False, calibrate=False) as engine:
-        proposer = engine.loaded_methods["draft_model"].proposer
+        proposer = engine.proposers["draft_model"]
         assert isinstance(proposer, DraftModelProposer)
         costs: dict[int, list[tuple[float, float]]] = {k: [] for k in (0, *ks)}
         for _ in range(3):

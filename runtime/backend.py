@@ -18,7 +18,7 @@ from specexport.runtime.params import SamplingParams
 
 if TYPE_CHECKING:
     from specexport.runtime.backends.ranks import Followers
-    from specexport.runtime.proposal import LoadedMethod
+    from specexport.runtime.proposal import Proposer
     from specexport.runtime.step import StepProgram
 
 Array = tensors.Array
@@ -270,7 +270,7 @@ class Backend(Protocol):
             BackendError: the graph is refused, or does not fit.
         """
 
-    def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
+    def program(self, target: Graph, proposers: Mapping[str, Proposer]) -> StepProgram:
         """The program that takes steps with the opened graphs.
 
         Raises:

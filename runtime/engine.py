@@ -20,7 +20,7 @@ from specexport.runtime.constraint import Grammars
 from specexport.runtime.logits import processors
 from specexport.runtime.params import DEFAULT_MAX_TOKENS, SamplingParams, require_params
 from specexport.runtime.prompt import EncodedPrompt, Prompt, PromptEncoder
-from specexport.runtime.proposal import PLAIN_TREE, LoadedMethod, Opening, SlotView, open_proposer
+from specexport.runtime.proposal import PLAIN_TREE, Opening, Proposer, SlotView, open_proposer
 from specexport.runtime.request import Completion, Request, Stream, complete
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.speculation.costs import CostCurve, Costs
@@ -48,8 +48,7 @@ class Engine:
 
     Attributes:
         chat_template: the model's chat template; None if it has none.
-        loaded_methods: the methods with their proposers, by name: the bundle's, the default first, then others that
-            need no graph.
+        proposers: those of the methods, by name: the bundle's, the default first, then others that need no graph.
         encode: returns a prompt's tokens; see :meth:`~specexport.runtime.prompt.PromptEncoder.encode`.
         slots: number of requests that run together.
         costs: the costs of steps on this machine; None if each request speculates with its method's default.
@@ -60,7 +59,7 @@ class Engine:
         bundle: Bundle,
         backend: Backend,
         target: Graph,
-        loaded_methods: Mapping[str, LoadedMethod],
+        proposers: Mapping[str, Proposer],
         prefix_cache: bool = True,
         calibrate: bool = True,
         costs: CostCurve | None = None,
@@ -78,19 +77,19 @@ class Engine:
         self.backend = backend
         self._target = target
         self.slots = target.sizes[-1]
-        self.loaded_methods = dict(loaded_methods)
-        self._built = tuple(method.name for method in self.manifest.methods if method.name in loaded_methods)
-        self._program = program = backend.program(target, self.loaded_methods)
-        policy = SpeculationPolicy(self.manifest, self.loaded_methods)
+        self.proposers = dict(proposers)
+        self._built = tuple(method.name for method in self.manifest.methods if method.name in proposers)
+        self._program = program = backend.program(target, self.proposers)
+        policy = SpeculationPolicy(self.manifest, self.proposers)
         if backend.execution != "host":  # on the host the first step takes 50 ms longer, and warming up six times that
             self._warm_up(Scheduler(program, policy, reuse=True))
         if costs is not None:
             self.costs: Costs | None = Costs(costs)
         else:
-            self.costs = self._costs_here() if calibrate and self.loaded_methods else None
+            self.costs = self._costs_here() if calibrate and self.proposers else None
         self._lookup: str | None = None
         if self.costs is not None:
-            policy = measured = MeasuredPolicy(self.manifest, self.loaded_methods, self.costs, target.sizes)
+            policy = measured = MeasuredPolicy(self.manifest, self.proposers, self.costs, target.sizes)
             measured.look_up = program.look_up
             methods = self.methods.values()
             self._lookup = next((m.name for m in methods if not m.needs_graph and not m.takes_hypothesis), None)
@@ -159,15 +158,15 @@ class Engine:
                 )
             target = running.open(manifest.target, slots, manifest.target_signature.buffers)
             opening = Opening(opened, running, slots)
-            loaded_methods = {method.name: LoadedMethod(method, open_proposer(method, opening)) for method in available}
-            return cls(opened, running, target, loaded_methods, prefix_cache, calibrate, costs, max_model_len)
+            proposers = {method.name: open_proposer(method, opening) for method in available}
+            return cls(opened, running, target, proposers, prefix_cache, calibrate, costs, max_model_len)
         except BaseException:
             running.close()
             raise
 
     @property
     def methods(self) -> dict[str, Method]:
-        return {name: loaded.method for name, loaded in self.loaded_methods.items()}
+        return {name: proposer.method for name, proposer in self.proposers.items()}
 
     @property
     def inexact(self) -> str:
@@ -192,7 +191,7 @@ class Engine:
         self._scheduler.close()
         if hasattr(self, "_target"):
             del self._target, self._program
-            self.loaded_methods.clear()
+            self.proposers.clear()
             self.backend.close()
 
     def prepare_grammars(self) -> None:
@@ -347,9 +346,7 @@ class Engine:
         They are not stored if the machine was too busy. Nothing else may use the engine meanwhile.
         """
         built = {
-            name: self.loaded_methods[name]
-            for name in self._built
-            if self._program.fuses or self.methods[name].needs_graph
+            name: self.proposers[name] for name in self._built if self._program.fuses or self.methods[name].needs_graph
         }
         costs = measure(self.manifest, self._program, self._target, built, seconds, progress)
         if costs.noise <= MOST_NOISE:

@@ -118,10 +118,12 @@ class Proposer(ABC):
     A proposer implements :meth:`propose`, and other methods that it needs; by default they do nothing.
 
     Attributes:
+        method: the method that it was opened for, by :func:`open_proposer`.
         observes: the target's outputs that :meth:`observe` and :meth:`observe_text` read.
         reads_along: most unread tokens that a draft can read in the run in which it drafts.
     """
 
+    method: Method
     observes: frozenset[str] = frozenset()
     reads_along: int = 0
 
@@ -303,14 +305,6 @@ def drawn(tree: TokenTree, rows: Ints, tokens: Ints, ids: Ints, probs: Floats) -
 
 
 @dataclass(frozen=True)
-class LoadedMethod:
-    """A method and its opened proposer."""
-
-    method: Method
-    proposer: Proposer
-
-
-@dataclass(frozen=True)
 class Opening:
     """Resources for opening proposers: the bundle, the backend, and the number of slots."""
 
@@ -334,4 +328,6 @@ def open_proposer(method: Method, opening: Opening) -> Proposer:
     """
     modules = map(module_of, type(method).__mro__)
     opens: Callable[[Method, Opening], Proposer] = next(m.open_proposer for m in modules if hasattr(m, "open_proposer"))
-    return opens(method, opening)
+    proposer = opens(method, opening)
+    proposer.method = method
+    return proposer

@@ -18,7 +18,7 @@ from specexport.runtime.backend import Array, Graph, RunShape
 from specexport.runtime.logits import token_logprobs
 from specexport.runtime.outcome import Outcome, StepResult, Verified
 from specexport.runtime.prompt import is_embedding
-from specexport.runtime.proposal import NOTHING, Ints, LoadedMethod, Proposal, Proposer, SlotView, TextProposer
+from specexport.runtime.proposal import NOTHING, Ints, Proposal, Proposer, SlotView, TextProposer
 from specexport.runtime.sampling import Floats, accept_greedy, accept_relaxed, accept_sampled, accept_typical
 
 
@@ -35,7 +35,7 @@ class StepProgram:
     fuses = False
 
     def __init__(
-        self, manifest: Manifest, target: Graph, loaded_methods: Mapping[str, LoadedMethod], execution: str = "host"
+        self, manifest: Manifest, target: Graph, proposers: Mapping[str, Proposer], execution: str = "host"
     ) -> None:
         self.sizes = target.sizes
         self._execution = execution
@@ -43,7 +43,7 @@ class StepProgram:
         self._longest = manifest.max_seq_len
         self._last_position = manifest.target.max_positions - 1
         self._target = target
-        self._loaded_methods = loaded_methods
+        self._proposers = proposers
 
     def step(self, views: Sequence[SlotView]) -> StepResult:
         """Proposes, verifies, accepts and commits for slots whose prompts are read; does not change their texts."""
@@ -156,7 +156,7 @@ class StepProgram:
             inputs[tensors.KNOWN_TOKENS][at] = known
 
     def proposer(self, method: str) -> Proposer:
-        return self._loaded_methods[method].proposer
+        return self._proposers[method]
 
     def inform(self, view: SlotView, outputs: Mapping[str, Array], row: int, past: int, rows: Sequence[int]) -> None:
         """Shows the target's outputs to a slot's proposer; see its ``observe`` and ``observe_text``."""
@@ -169,10 +169,10 @@ class StepProgram:
         proposer = self.proposer(method)
         return proposer.ahead(view) if isinstance(proposer, TextProposer) else ()
 
-    def with_methods(self, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
-        """The program of the same steps, in the same memory, with other methods, whose models stay off the device."""
+    def with_proposers(self, proposers: Mapping[str, Proposer]) -> StepProgram:
+        """The program of the same steps, in the same memory, with other proposers, whose models stay off the device."""
         program = copy(self)
-        program._loaded_methods = loaded_methods
+        program._proposers = proposers
         return program
 
     def filled(self, slot: int) -> int:
@@ -249,14 +249,14 @@ class StepProgram:
         """Begins a text in slot ``to`` with the first ``tokens`` tokens in slot ``source``, perhaps the same slot."""
         self._target.copy(source, to, tokens)
         if source != to:
-            for loaded in self._loaded_methods.values():
-                loaded.proposer.share(source, to, tokens)
+            for proposer in self._proposers.values():
+                proposer.share(source, to, tokens)
 
     def shrink_cache(self, rows: int) -> None:
         """Allows caches to shrink, as running texts will have at most ``rows`` tokens."""
         self._target.shrink_cache(rows)
-        for loaded in self._loaded_methods.values():
-            loaded.proposer.shrink_cache(rows)
+        for proposer in self._proposers.values():
+            proposer.shrink_cache(rows)
 
     def release(self, slot: int, method: str | None) -> None:
         """Releases the slot of an ended request; its cache stays until the slot is used again."""
@@ -265,8 +265,7 @@ class StepProgram:
 
     def _proposers_of(self, method: str | None) -> list[Proposer]:
         """The proposers that may hold state for a slot: its method's, and all look-ups'."""
-        loaded = self._loaded_methods.items()
-        return [s.proposer for name, s in loaded if name == method or not s.method.needs_graph]
+        return [p for name, p in self._proposers.items() if name == method or not p.method.needs_graph]
 
 
 @lru_cache(maxsize=256)

@@ -175,7 +175,7 @@ def record_proposals(engine: Engine, method: str) -> Iterator[list[tuple[int, Pr
 
     Nothing else may use the engine meanwhile.
     """
-    proposer = engine.loaded_methods[method].proposer
+    proposer = engine.proposers[method]
     propose = proposer.propose
     records: list[tuple[int, Proposal]] = []
 

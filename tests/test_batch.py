@@ -58,7 +58,7 @@ def generous(bundle: Bundles) -> Iterator[Engines]:
 
     def load(name: str, **options: Any) -> Engine:
         lm = Engine.load(bundle(name), threads=1, **options)
-        lm._scheduler._policy = Generous(lm.manifest, lm.loaded_methods)
+        lm._scheduler._policy = Generous(lm.manifest, lm.proposers)
         loaded.append(lm)
         return lm
 
@@ -148,10 +148,8 @@ def test_requests_that_join_and_leave_get_the_text_they_get_alone(
     cases = [case for case in oracle(name)["greedy"] if len(case["prompt"]) < 400]
     first, draw = generous(name), random.Random(1)
     ways: list[dict[str, Any]] = [{"num_speculative_tokens": 0}]
-    for method, speculation in first.loaded_methods.items():
-        ways += [
-            {"method": method, "num_speculative_tokens": len(tree) - 1} for tree in speculation.method.token_trees()
-        ]
+    for method, speculation in first.methods.items():
+        ways += [{"method": method, "num_speculative_tokens": len(tree) - 1} for tree in speculation.token_trees()]
     running: list[tuple[dict[str, Any], Stream, list[int]]] = []
     whole = ties = widest = drafted = 0
     for turn in range(3 * len(cases)):
@@ -405,7 +403,7 @@ def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle: Bundles) -> None:
     from specexport.runtime.proposal import NOTHING, Proposal, SlotView
 
     with Engine.load(bundle("llama-near-batch"), threads=1) as loaded:
-        program = StepProgram(loaded.manifest, loaded._target, loaded.loaded_methods)
+        program = StepProgram(loaded.manifest, loaded._target, loaded.proposers)
         noise, tree = np.random.default_rng(0), TokenTree((-1, 0))
         views = {slot: SlotView(slot, [9 + slot, 20, 30 + slot], GREEDY, noise, tree) for slot in (1, 3, 6)}
         for view in views.values():

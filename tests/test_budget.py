@@ -25,7 +25,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import engine as engine_module
 from specexport.runtime.backends.onnxruntime.backend import OnnxRuntimeBackend
 from specexport.runtime.outcome import Outcome, StepResult, Verified
-from specexport.runtime.proposal import LoadedMethod, SlotView
+from specexport.runtime.proposal import Proposer, SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.speculation import choice
 from specexport.runtime.speculation.acceptance import KEEP, PRIOR, WEIGHT, Acceptance
@@ -50,10 +50,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SIZES = (1, 2, 4, 8)
 
 
-def loaded_methods(manifest: Manifest) -> dict[str, LoadedMethod]:
+def proposers(manifest: Manifest) -> dict[str, Proposer]:
     """Ways to propose that nothing is asked of."""
     return {
-        method_name(method): LoadedMethod(method, cast(Any, SimpleNamespace(reads_along=0, adapts=False)))
+        method_name(method): cast(Any, SimpleNamespace(method=method, reads_along=0))
         for method in (*manifest.methods, for_bundle(Ngram(), manifest.target))
     }
 
@@ -62,7 +62,7 @@ class Batch:
     """Requests that only a budget sees, and steps that accept what a test says."""
 
     def __init__(self, manifest: Manifest, costs: CostCurve, count: int, arguments: int) -> None:
-        self.budget = MeasuredPolicy(manifest, loaded_methods(manifest), Costs(costs), SIZES)
+        self.budget = MeasuredPolicy(manifest, proposers(manifest), Costs(costs), SIZES)
         self._method = method_name(manifest.methods[0])
         self._tree = next(tree for tree in trees_of(manifest, self._method) if len(tree) == arguments)
         self.replace(count)
@@ -189,7 +189,7 @@ def test_a_look_up_is_weighed_by_the_speed_without_it(manifest: Manifest) -> Non
 def test_requests_share_the_run_of_a_device_s_draft(manifest: Manifest) -> None:
     """Four requests gain 6 tokens each for one second of drafting, and 2 by look-ups."""
     batch = Batch(manifest, curve(manifest, lambda *_: 1.0, lambda *_: 1.0), 4, 8)
-    batch.budget = policy = MeasuredPolicy(manifest, loaded_methods(manifest), batch.budget._costs, (4,))
+    batch.budget = policy = MeasuredPolicy(manifest, proposers(manifest), batch.budget._costs, (4,))
     for _ in range(30):
         assert batch.step(lambda k: k) == [8] * 4
     policy.look_up = lambda *_: [1] * 7
@@ -463,7 +463,7 @@ def test_what_a_draft_reads_along_is_less_than_a_chunk(manifest: Manifest, along
     batch = Batch(manifest, curve(manifest, lambda *_: 1.0, read=1.0), 1, 8)
     request = batch.requests[0]
     request.history.unread = 2 if along == 4 else 5
-    batch.budget._loaded_methods["draft_model"].proposer.reads_along = along
+    batch.budget._proposers["draft_model"].reads_along = along
     assert manifest.prefill_chunk == 64
     assert batch.budget._read("draft_model", request) == pytest.approx(chunks)
 

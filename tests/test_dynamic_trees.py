@@ -66,7 +66,7 @@ def test_greedy_text_is_plain_decoding_s(
     draw, shapes, accepted = np.random.default_rng(1), set(), 0
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     with Engine.load(dynamic(bundle(f"dice-{name}"), tmp_path / "b"), threads=1, calibrate=False) as engine:
-        proposer = engine.loaded_methods[name].proposer
+        proposer = engine.proposers[name]
         assert "dynamic trees" in engine.methods[name].describe()
         propose = proposer.propose
 

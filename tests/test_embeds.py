@@ -38,15 +38,13 @@ def rows(count: int, seed: int = 0) -> np.ndarray:
 def test_greedy_text_equals_transformers(engine: Engines, oracle: Callable[[str], Any], name: str) -> None:
     loaded = engine(name)
     ways: list[dict[str, Any]] = [{"num_speculative_tokens": 0}, {}]
-    ways += [{"method": method} for method in loaded.loaded_methods if method not in ("self_draft", "hypothesis")]
+    ways += [{"method": method} for method in loaded.methods if method not in ("self_draft", "hypothesis")]
     for case in oracle(name)["embeds"]:
         expected = case["tokens"]
         params = GREEDY.replace(max_tokens=len(expected))
         if "ids" in case:
             assert list(loaded.generate(case["ids"], params, PLAIN).token_ids) == expected
-        hypotheses = (
-            [{"hypothesis": [*expected[:9], 4, *expected[10:]]}] if "hypothesis" in loaded.loaded_methods else []
-        )
+        hypotheses = [{"hypothesis": [*expected[:9], 4, *expected[10:]]}] if "hypothesis" in loaded.methods else []
         for way in [*ways, *hypotheses]:
             done = loaded.generate(prompt(case), params, way)
             assert list(done.token_ids) == expected, (list(map(len, case["prompt"])), way)

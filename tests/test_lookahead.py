@@ -204,7 +204,7 @@ def test_steps_have_declared_widths(engine: Engines) -> None:
 
 def test_a_text_leaves_nothing_behind(engine: Engines) -> None:
     loaded = engine(NAME)
-    proposer = loaded.loaded_methods["lookahead"].proposer
+    proposer = loaded.proposers["lookahead"]
     with loaded.stream([4, 5], GREEDY) as stream:
         next(stream)
         assert len(proposer._slots) == 1

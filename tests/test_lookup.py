@@ -303,7 +303,7 @@ def test_steps_verify_declared_chains_up_to_the_requested_size(engine: Engines) 
 
 
 def state(engine: Engine) -> list[dict[int, Any]]:
-    ngram, suffix = (engine.loaded_methods[name].proposer for name in ("ngram", "suffix"))
+    ngram, suffix = (engine.proposers[name] for name in ("ngram", "suffix"))
     return [ngram._slots, suffix._slots]
 
 
@@ -342,7 +342,7 @@ def test_an_engine_keeps_earlier_outputs_on_request(bundle: Bundles, engine: Eng
         assert all(run.token_ids == plain.token_ids for run in runs)
         # From the third token on the second request says what the first one said.
         assert runs[1].stats.steps < runs[0].stats.steps
-        proposer = loaded.loaded_methods["suffix"].proposer
+        proposer = loaded.proposers["suffix"]
         assert 0 < len(proposer._store) <= 400
     with pytest.raises(RequestError, match="store_tokens is 5; expected 0 for no store"):
         Engine.load(bundle(NAME), methods={"method": "suffix", "store_tokens": 5})

@@ -389,7 +389,7 @@ def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Bundles) -> None:
             (costs,) = engine.calibrate(seconds=0.1).methods
         assert {len(proposal.tree) for _, proposal in result} == {cost.tokens for cost in costs.propose}
         view = SlotView(0, [5, 9], GREEDY, np.random.default_rng(0), wide)
-        assert engine.loaded_methods["mlp_speculator"].proposer.propose([view]) == {}
+        assert engine.proposers["mlp_speculator"].propose([view]) == {}
     assert verify(out, prompts=("the words",), max_tokens=4).passed
 
 

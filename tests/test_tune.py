@@ -83,7 +83,7 @@ def test_passes_of_a_draft_cost_too(bundle: Bundles) -> None:
 def test_observed_acceptance_equals_actual_acceptance(bundle: Bundles, name: str) -> None:
     """Paths within the tree that was verified were accepted as often as they came true."""
     with Engine.load(bundle(name), threads=1) as engine:
-        method = next(iter(engine.loaded_methods))
+        method = next(iter(engine.methods))
         deepest = max(engine.methods[method].token_trees(), key=lambda tree: tree.depth)
         seen = observe(engine, method, PROMPTS, GREEDY, quiet)
         accepted = 0

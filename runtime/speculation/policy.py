@@ -10,7 +10,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.outcome import Outcome, StepResult
-from specexport.runtime.proposal import PLAIN_TREE, LoadedMethod, SlotView
+from specexport.runtime.proposal import PLAIN_TREE, Proposer, SlotView
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.speculation.acceptance import KEEP_OF_ALL, PRIOR, Acceptance, History
 from specexport.runtime.speculation.choice import Fit, Option, best_options
@@ -50,9 +50,9 @@ class SpeculationPolicy:
     the number of requests, so that a step verifies hardly more tokens than the bundle was built to verify at once.
     """
 
-    def __init__(self, manifest: Manifest, loaded_methods: Mapping[str, LoadedMethod]) -> None:
-        self._default_nodes = {name: len(loaded.method.token_trees()[0]) for name, loaded in loaded_methods.items()}
-        self._trees = {name: loaded.method.smaller_trees(manifest.target) for name, loaded in loaded_methods.items()}
+    def __init__(self, manifest: Manifest, proposers: Mapping[str, Proposer]) -> None:
+        self._default_nodes = {name: len(p.method.token_trees()[0]) for name, p in proposers.items()}
+        self._trees = {name: p.method.smaller_trees(manifest.target) for name, p in proposers.items()}
 
     def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
         """Sets the tree of each request's next step; ``joining`` more requests are about to join."""
@@ -96,17 +96,17 @@ class MeasuredPolicy(SpeculationPolicy):
     """
 
     def __init__(
-        self, manifest: Manifest, loaded_methods: Mapping[str, LoadedMethod], costs: Costs, sizes: Sequence[int]
+        self, manifest: Manifest, proposers: Mapping[str, Proposer], costs: Costs, sizes: Sequence[int]
     ) -> None:
-        super().__init__(manifest, loaded_methods)
+        super().__init__(manifest, proposers)
         self.look_up: LookUp = lambda *_: ()
-        self._loaded_methods = loaded_methods
+        self._proposers = proposers
         self._costs = costs
         self._sizes = sizes
         self._chunk = manifest.prefill_chunk
         points = manifest.target.graph.points
         self._widths = sorted({point.tokens for point in points if point.rows == point.tokens})
-        self._fits = {name: [self._fit(name, tree) for tree in self._trees[name]] for name in loaded_methods}
+        self._fits = {name: [self._fit(name, tree) for tree in self._trees[name]] for name in proposers}
         self._everyone = History(keep=KEEP_OF_ALL)
         # The last decision.
         self._chosen: dict[Request, Fit] = {}
@@ -307,7 +307,7 @@ class MeasuredPolicy(SpeculationPolicy):
         if not read or not unread:
             return 0.0
         # Any draft reads the last tokens along, which are not counted as unread.
-        most = max(0, self._loaded_methods[name].proposer.reads_along - CATCH_UP_TOKENS)
+        most = max(0, self._proposers[name].reads_along - CATCH_UP_TOKENS)
         along = min(unread, most)
         chunks = math.ceil((unread - along) / self._chunk) + along / self._chunk
         return read * chunks
@@ -337,7 +337,7 @@ class MeasuredPolicy(SpeculationPolicy):
         return self._gained[key]
 
     def _fit(self, name: str, tree: TokenTree) -> Fit:
-        width, nodes = self._loaded_methods[name].method.extra_nodes + len(tree), len(tree)
+        width, nodes = self._proposers[name].method.extra_nodes + len(tree), len(tree)
         return Fit(tree, width, nodes, tree.depth, 0 if tree.is_chain else nodes)
 
     def learn(self, requests: Sequence[Request], step: StepResult, seconds: float) -> None:

@@ -21,7 +21,7 @@ from specexport.contract.values import Progress
 from specexport.runtime.backend import Backend, Graph
 from specexport.runtime.machine import MachineRecord
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposal import LoadedMethod, Proposal, Proposer, SlotView
+from specexport.runtime.proposal import Proposal, Proposer, SlotView
 from specexport.runtime.speculation.costs import Cost, CostCurve, Costs, MethodCosts
 from specexport.runtime.step import StepProgram
 
@@ -73,7 +73,7 @@ def measure(
     manifest: Manifest,
     program: StepProgram,
     target: Graph,
-    loaded_methods: Mapping[str, LoadedMethod],
+    proposers: Mapping[str, Proposer],
     seconds: float = SECONDS,
     progress: Progress | None = None,
 ) -> CostCurve:
@@ -91,11 +91,11 @@ def measure(
         manifest: the bundle's.
         program: the engine's steps.
         target: the target's graph; nothing else may use it meanwhile, and its slots are emptied.
-        loaded_methods: the methods to measure, by name.
+        proposers: those to measure, by method.
         seconds: about how long it may take.
         progress: reports the progress.
     """
-    fixed = program.with_methods({_FIXED: LoadedMethod(Method(), _Fixed())})
+    fixed = program.with_proposers({_FIXED: _Fixed()})
     points = manifest.target.graph.points
     widths = _spaced(sorted({point.tokens for point in points if point.rows == point.tokens}))
     most_text = manifest.max_seq_len - widths[-1] - 1
@@ -103,8 +103,8 @@ def measure(
     longer_text = _text(manifest, max(len(text), min(_LONGER * len(text), most_text)))
     target.shrink_cache(0)
     steps: list[Cost] = []
-    proposals: dict[str, list[Cost]] = {name: [] for name in loaded_methods}
-    reads = {name: _read(manifest, method, text, target.sizes[-1]) for name, method in loaded_methods.items()}
+    proposals: dict[str, list[Cost]] = {name: [] for name in proposers}
+    reads = {name: _read(manifest, proposer, text, target.sizes[-1]) for name, proposer in proposers.items()}
     noise: list[float] = []
     end, batch_time = time.perf_counter() + seconds, 0.0
     for batch in target.sizes:
@@ -115,10 +115,10 @@ def measure(
         if batch > target.sizes[0]:
             most = max(_WIDER * most // batch, widths[min(1, len(widths) - 1)])
         trials = _steps(fixed, text, batch, [width for width in widths if width <= most or width == widths[-1]])
-        for name, loaded in loaded_methods.items():
-            trees = loaded.method.smaller_trees(manifest.target)
+        for name, proposer in proposers.items():
+            trees = proposer.method.smaller_trees(manifest.target)
             for tree in [tree for tree in trees if len(tree) <= most] or trees[-1:]:
-                call = program.step if program.fuses else loaded.proposer.propose
+                call = program.step if program.fuses else proposer.propose
                 trials[name, len(tree)] = _timed(partial(call, _views(text, batch, tree, name)))
         left = len(target.sizes) - target.sizes.index(batch)
         share = (end - began) * 2 / (left + 1) if batch == 1 else (end - began) / left
@@ -134,8 +134,8 @@ def measure(
         longer = _in_turns(trials, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
     for slot in range(target.sizes[-1]):
         target.copy(slot, slot, 0)
-        for loaded in loaded_methods.values():
-            loaded.proposer.release(slot)
+        for proposer in proposers.values():
+            proposer.release(slot)
     target.shrink_cache(0)
     curve = CostCurve(
         text=len(text),
@@ -146,7 +146,7 @@ def measure(
         noise=statistics.median(noise),
     )
     if program.fuses:
-        proposals = {name: _proposing(curve, loaded_methods[name].method, whole) for name, whole in proposals.items()}
+        proposals = {name: _proposing(curve, proposers[name].method, whole) for name, whole in proposals.items()}
     methods = tuple(
         MethodCosts(method=name, propose=_rising(measured), read=reads[name])
         for name, measured in proposals.items()
@@ -171,6 +171,8 @@ def _spaced(widths: Sequence[int]) -> list[int]:
 
 class _Fixed(Proposer):
     """Always proposes the token 0: the cost of a step does not depend on its tokens."""
+
+    method = Method()
 
     def propose(self, views: Sequence[SlotView]) -> dict[int, Proposal]:
         proposals = {}
@@ -206,9 +208,9 @@ def _timed(call: Callable[[], object]) -> Trial:
     return trial
 
 
-def _read(manifest: Manifest, loaded: LoadedMethod, text: Sequence[int], slots: int) -> float:
-    """Has a method read a text in every slot; returns the seconds of a chunk, 0 if it reads nothing."""
-    method, proposer = loaded.method, loaded.proposer
+def _read(manifest: Manifest, proposer: Proposer, text: Sequence[int], slots: int) -> float:
+    """Has a proposer read a text in every slot; returns the seconds of a chunk, 0 if it reads nothing."""
+    method = proposer.method
     views, outputs = _views(text, slots, TokenTree.chain(2), method.name), {}
     if method.target_outputs:
         point = ShapePoint(1, len(text), manifest.target.graph.points[0].cache, 1)

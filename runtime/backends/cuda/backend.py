@@ -23,7 +23,7 @@ from specexport.runtime.backends.cuda.steps import Steps
 from specexport.runtime.backends.cuda.trt import EngineLibrary
 from specexport.runtime.backends.ranks import ORPHANED, Followers, Job, ProcessGroup, RankLostError
 from specexport.runtime.bundle import Bundle
-from specexport.runtime.proposal import LoadedMethod
+from specexport.runtime.proposal import Proposer
 from specexport.runtime.step import StepProgram
 
 
@@ -155,24 +155,24 @@ class CudaBackend:
     def inexact(self, target: Graph) -> str:
         return "on a device a row's rounding depends on the number of rows"
 
-    def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
+    def program(self, target: Graph, proposers: Mapping[str, Proposer]) -> StepProgram:
         """Steps on the device if the library runs the step program's graphs; otherwise the host drives them."""
-        return self._run(lambda: self._program(target, loaded_methods))
+        return self._run(lambda: self._program(target, proposers))
 
-    def _program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
+    def _program(self, target: Graph, proposers: Mapping[str, Proposer]) -> StepProgram:
         manifest = self._bundle.manifest
         graphs = self._library.program()
         execution = self.execution
         if not graphs or not isinstance(target, DeviceGraph):
-            return StepProgram(manifest, target, loaded_methods, execution)
+            return StepProgram(manifest, target, proposers, execution)
         try:
-            variants = StepVariants(manifest, target, loaded_methods, graphs)
+            variants = StepVariants(manifest, target, proposers, graphs)
             self._steps = Steps(self._shared, target, graphs, variants.all)
         except BaseException:
             for executor in graphs.values():
                 executor.close()
             raise
-        return DeviceProgram(manifest, target, loaded_methods, execution, self.stream, variants, self._steps)
+        return DeviceProgram(manifest, target, proposers, execution, self.stream, variants, self._steps)
 
     def watch(self, around: Callable[[Enqueue], None]) -> None:
         """Calls ``around`` with every launch instead, for measurements."""

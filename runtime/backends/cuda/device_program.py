@@ -20,7 +20,7 @@ from specexport.runtime.backends.cuda.graph import DeviceGraph
 from specexport.runtime.backends.cuda.step_variants import StepVariant, StepVariants, read_back
 from specexport.runtime.backends.cuda.steps import Steps
 from specexport.runtime.outcome import Outcome, StepResult, Verified
-from specexport.runtime.proposal import NOTHING, Ints, LoadedMethod, Proposal, SlotView
+from specexport.runtime.proposal import NOTHING, Ints, Proposal, Proposer, SlotView
 from specexport.runtime.step import StepProgram, padded_mask
 
 _NEVER = np.float32(1e30)
@@ -47,13 +47,13 @@ class DeviceProgram(StepProgram):
         self,
         manifest: Manifest,
         target: DeviceGraph,
-        loaded_methods: Mapping[str, LoadedMethod],
+        proposers: Mapping[str, Proposer],
         execution: str,
         stream: CudaStream,
         variants: StepVariants,
         steps: Steps,
     ) -> None:
-        super().__init__(manifest, target, loaded_methods, execution)
+        super().__init__(manifest, target, proposers, execution)
         self._stream = stream
         self._variants = variants
         self._steps = steps

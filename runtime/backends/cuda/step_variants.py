@@ -17,7 +17,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, RunShape
 from specexport.runtime.backends.cuda.graph import DeviceGraph, RunBuffers
 from specexport.runtime.backends.cuda.library import Executor
-from specexport.runtime.proposal import DeviceDraft, LoadedMethod, SlotView
+from specexport.runtime.proposal import DeviceDraft, Proposer, SlotView
 
 G = TypeVar("G", Accept, Fill, Commit)
 ProgramGraphs = Mapping[ProgramGraph, Executor]
@@ -120,15 +120,15 @@ class StepVariants:
     """
 
     def __init__(
-        self, manifest: Manifest, target: DeviceGraph, loaded_methods: Mapping[str, LoadedMethod], graphs: ProgramGraphs
+        self, manifest: Manifest, target: DeviceGraph, proposers: Mapping[str, Proposer], graphs: ProgramGraphs
     ) -> None:
         self._slots = target.sizes[-1]
         self._accepts = tuple(accept for accept, _ in graphs_of(graphs, Accept))
-        self._support = {name: loaded.method.support for name, loaded in loaded_methods.items()}
-        self._host_driven = {n for n, loaded in loaded_methods.items() if tensors.LOGITS in loaded.proposer.observes}
+        self._support = {name: proposer.method.support for name, proposer in proposers.items()}
+        self._host_driven = {name for name, proposer in proposers.items() if tensors.LOGITS in proposer.observes}
         trees = {
-            name: loaded.method.smaller_trees(manifest.target)
-            for name, loaded in loaded_methods.items()
+            name: proposer.method.smaller_trees(manifest.target)
+            for name, proposer in proposers.items()
             if name not in self._host_driven
         }
         # By the accept graph's index, and by the length of a tree or by the method.
@@ -137,7 +137,7 @@ class StepVariants:
         lengths = {1, *(len(tree) for of_method in trees.values() for tree in of_method)}
         self._add_verified(target.widths(self._slots), lengths, graphs)
         for name, of_method in trees.items():
-            for drafting in self._draftings(loaded_methods[name], of_method, graphs):
+            for drafting in self._draftings(proposers[name], of_method, graphs):
                 self._add_drafted(name, drafting)
         drafted = (variant for variants in self._drafted.values() for variant in variants)
         self.all = (*dict.fromkeys(self._verified.values()), *drafted)
@@ -211,9 +211,9 @@ class StepVariants:
         T, N = (min((size for size in sizes if size >= length), default=0) for sizes in (widths, nodes))
         return T, N
 
-    def _draftings(self, loaded: LoadedMethod, trees: Collection[TokenTree], graphs: ProgramGraphs) -> list[Drafting]:
+    def _draftings(self, proposer: Proposer, trees: Collection[TokenTree], graphs: ProgramGraphs) -> list[Drafting]:
         """The trees of a method that its draft can fill on the device, the smallest first."""
-        draft, method, draftings = loaded.proposer.device_draft, loaded.method, list[Drafting]()
+        draft, method, draftings = proposer.device_draft, proposer.method, list[Drafting]()
         if draft is None or not isinstance(graph := draft.graph, DeviceGraph) or not graph.self_contained:
             return []
         with_fill_graph = filled_trees(method)

@@ -15,7 +15,7 @@ from specexport.runtime.backends.onnxruntime.session import open_cached
 from specexport.runtime.backends.ranks import Followers, Job, ProcessGroup, RankLostError
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.machine import available_cores, cpu_name
-from specexport.runtime.proposal import LoadedMethod
+from specexport.runtime.proposal import Proposer
 from specexport.runtime.step import StepProgram
 
 
@@ -84,8 +84,8 @@ class OnnxRuntimeBackend:
         """Opens a rank's part of the target."""
         return open_rank(self._bundle, job, group)
 
-    def program(self, target: Graph, loaded_methods: Mapping[str, LoadedMethod]) -> StepProgram:
-        return StepProgram(self._bundle.manifest, target, loaded_methods)
+    def program(self, target: Graph, proposers: Mapping[str, Proposer]) -> StepProgram:
+        return StepProgram(self._bundle.manifest, target, proposers)
 
     def close(self) -> None:
         """Ends the other ranks; graphs are freed with their last reference."""
