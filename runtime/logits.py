@@ -72,49 +72,46 @@ class _OutputProcessor(LogitsProcessor):
 class Penalties(_OutputProcessor):
     """Applies biases, penalties and the minimum length; see :class:`~specexport.runtime.params.SamplingParams`.
 
-    Tokens in ``ends`` are forbidden before the output has ``min_tokens`` tokens.
+    Biases of sequences and the penalty of the prompt's tokens come first, as in transformers. Tokens in ``ends`` are
+    forbidden before the output has ``min_tokens`` tokens.
     """
 
     def __init__(
         self, params: SamplingParams, prompt: Sequence[int], ends: Sequence[int], vocab_size: int, min_tokens: int
     ) -> None:
         super().__init__(prompt)
+        rules = params.rules
         self._params = params
         self._min_tokens = min_tokens
         self._ends = _in_vocabulary(ends, vocab_size)
         self._biased = np.array(list(params.logit_bias), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
+        self._sequences = _Sequences(sequence for sequence, _ in rules.sequence_bias)
+        self._sequence_bias = [bias for _, bias in rules.sequence_bias]
+        self._encoder_penalty = 1 / rules.encoder_repetition_penalty
 
     def _change(self, row: Floats, output: Ints) -> None:
         params = self._params
+        if self._sequence_bias:
+            bias = np.zeros_like(row)
+            for at, token in self._sequences.completed_by(np.concatenate([self._prompt, output])):
+                bias[token] += self._sequence_bias[at]
+            row += bias
+        if self._encoder_penalty != 1.0:
+            _penalize(row, self._prompt_tokens, self._encoder_penalty)
         row[self._biased] += self._bias
         tokens, counts = np.unique(output, return_counts=True)
         if params.repetition_penalty != 1.0:
-            repeated = np.union1d(self._prompt_tokens, tokens)
-            values = row[repeated]
-            row[repeated] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+            _penalize(row, np.union1d(self._prompt_tokens, tokens), params.repetition_penalty)
         row[tokens] -= params.frequency_penalty * counts + params.presence_penalty
         if len(output) < self._min_tokens:
             row[self._ends] = -np.inf
 
 
-class SequenceBiases(_OutputProcessor):
-    """Adds to the logits of tokens that would complete a sequence; before penalties, as in transformers."""
-
-    def __init__(self, rules: GenerationRules, prompt: Sequence[int]) -> None:
-        super().__init__(prompt)
-        self._biases = _Sequences(sequence for sequence, _ in rules.sequence_bias)
-        self._values = [bias for _, bias in rules.sequence_bias]
-        self._penalty = 1 / rules.encoder_repetition_penalty
-
-    def _change(self, row: Floats, output: Ints) -> None:
-        bias = np.zeros_like(row)
-        for at, token in self._biases.completed_by(np.concatenate([self._prompt, output])):
-            bias[token] += self._values[at]
-        row += bias
-        if self._penalty != 1.0:
-            values = row[self._prompt_tokens]
-            row[self._prompt_tokens] = np.where(values < 0, values * self._penalty, values / self._penalty)
+def _penalize(row: Floats, tokens: Ints, penalty: float) -> None:
+    """Divides positive logits of tokens by a penalty, and multiplies the others by it."""
+    values = row[tokens]
+    row[tokens] = np.where(values > 0, values / penalty, values * penalty)
 
 
 class Rules(_OutputProcessor):
@@ -266,7 +263,7 @@ def processors(
     remaining: int,
     grammars: Grammars,
 ) -> list[LogitsProcessor]:
-    """The logits processors of a request, in order: biases, penalties, grammars, rules.
+    """The logits processors of a request, in order: biases and penalties, grammars, rules.
 
     Tokens in ``ends`` are forbidden in the first ``min_tokens``; the output has at most ``remaining`` tokens.
 
@@ -277,8 +274,6 @@ def processors(
         if wrong := [token for token in getattr(params, name) if token >= vocab_size]:
             raise RequestError(f"{name} has token {wrong[0]}; the model has tokens 0 to {vocab_size - 1}", param=name)
     chain: list[LogitsProcessor] = []
-    if params.rules.change_logits:
-        chain.append(SequenceBiases(params.rules, prompt))
     if params.penalized:
         chain.append(Penalties(params, prompt, ends, vocab_size, min_tokens))
     stops, skips = params.stop_token_ids, params.skip_special_tokens
