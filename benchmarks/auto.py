@@ -202,7 +202,6 @@ def _policy(engine: Engine, name: str) -> Iterator[None]:
     if name == "first":
         costs = Costs(engine.costs.curve, refined=True)
         fresh = MeasuredPolicy(engine.manifest, engine.proposers, costs, program.sizes)
-        fresh.look_up = program.look_up
         scheduler._policy = fresh
     elif name != "default":
         scheduler._policy = Fixed(engine.manifest, engine.proposers)

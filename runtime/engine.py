@@ -89,8 +89,7 @@ class Engine:
             self.costs = self._costs_here() if calibrate and self.proposers else None
         self._lookup: str | None = None
         if self.costs is not None:
-            policy = measured = MeasuredPolicy(self.manifest, self.proposers, self.costs, target.sizes)
-            measured.look_up = program.look_up
+            policy = MeasuredPolicy(self.manifest, self.proposers, self.costs, target.sizes)
             methods = self.methods.values()
             self._lookup = next((m.name for m in methods if not m.needs_graph and not m.takes_hypothesis), None)
         self._scheduler = Scheduler(program, policy, reuse=prefix_cache)
@@ -202,12 +201,8 @@ class Engine:
         """The reason why requests make no progress, such as a turn longer than ``timeout`` seconds; None if they do."""
         return self._scheduler.stall_reason(timeout)
 
-    def defaults(self) -> SamplingParams:
-        """The model's own sampling parameters, as its checkpoint states them."""
-        return self.params()
-
     def params(self, length: int | None = DEFAULT_MAX_TOKENS, **overrides: Any) -> SamplingParams:
-        """The model's own sampling parameters, with some overridden.
+        """The model's own sampling parameters, as its checkpoint states them, with some overridden.
 
         ``length`` is the greatest number of tokens if neither caller nor model sets it; None for as many as the context
         holds. Overrides replace the model's length limits: ``max_tokens`` its ``max_length``; ``min_tokens``, a smaller
@@ -239,7 +234,7 @@ class Engine:
             prompt: text, token ids, or an :class:`~specexport.runtime.prompt.EmbedsPrompt`, which holds embeddings.
                 A draft model reads no embeddings: such a request takes the bundle's first method that can read them, or
                 decodes plainly.
-            params: None for :meth:`defaults`.
+            params: None for the model's own, :meth:`params`.
             speculative: how to speculate: the name of a method, a mapping such as ``{"method": "ngram",
                 "num_speculative_tokens": 4}`` or a :class:`~specexport.runtime.speculative.Speculative`; ``PLAIN``, or
                 0 draft tokens, decodes plainly. None for the engine's default.
@@ -251,7 +246,7 @@ class Engine:
         """
         self._scheduler.require_open()
         require_params(params)
-        params = params or self.defaults()
+        params = params or self.params()
         if params.n != 1:
             raise RequestError(f"n is {params.n}; a stream is one output: start several, or use LLM", param="n")
         encoded_prompt = self.encode(prompt)

@@ -18,7 +18,7 @@ from specexport.runtime.backend import Array, Graph, RunShape
 from specexport.runtime.logits import token_logprobs
 from specexport.runtime.outcome import Outcome, StepResult, Verified
 from specexport.runtime.prompt import is_embedding
-from specexport.runtime.proposal import NOTHING, Ints, Proposal, Proposer, SlotView, TextProposer
+from specexport.runtime.proposal import NOTHING, Ints, Proposal, Proposer, SlotView
 from specexport.runtime.sampling import Floats, accept_greedy, accept_relaxed, accept_sampled, accept_typical
 
 
@@ -70,7 +70,7 @@ class StepProgram:
         for method, members in by_method.items():
             if len(views) == 1:  # a single request stalls no others
                 self.catch_up(method, members[0])
-            proposals |= self.proposer(method).propose(members)
+            proposals |= self._proposers[method].propose(members)
         return proposals
 
     def _verify(self, views: Sequence[SlotView], proposals: Mapping[int, Proposal]) -> dict[int, dict[str, Array]]:
@@ -155,19 +155,11 @@ class StepProgram:
         if tensors.KNOWN_TOKENS in inputs:
             inputs[tensors.KNOWN_TOKENS][at] = known
 
-    def proposer(self, method: str) -> Proposer:
-        return self._proposers[method]
-
     def inform(self, view: SlotView, outputs: Mapping[str, Array], row: int, past: int, rows: Sequence[int]) -> None:
         """Shows the target's outputs to a slot's proposer; see its ``observe`` and ``observe_text``."""
         if view.method is not None:
-            self.proposer(view.method).observe(view.slot, outputs, row)
-            self.proposer(view.method).observe_text(view, outputs, past, rows)
-
-    def look_up(self, method: str, view: SlotView) -> Sequence[int]:
-        """The draft tokens that a look-up method would propose for a slot."""
-        proposer = self.proposer(method)
-        return proposer.ahead(view) if isinstance(proposer, TextProposer) else ()
+            self._proposers[view.method].observe(view.slot, outputs, row)
+            self._proposers[view.method].observe_text(view, outputs, past, rows)
 
     def with_proposers(self, proposers: Mapping[str, Proposer]) -> StepProgram:
         """The program of the same steps, in the same memory, with other proposers, whose models stay off the device."""
@@ -192,12 +184,12 @@ class StepProgram:
         unread = self._read(view, alone)
         # The proposer reads its chunk in the same turn: in separate turns it would stall the batch twice.
         if view.method is not None and len(view.tree) > 1 and view.lookup is None:
-            unread |= self.proposer(view.method).prefill(view)
+            unread |= self._proposers[view.method].prefill(view)
         return unread
 
     def catch_up(self, method: str, view: SlotView) -> None:
         """Has a proposer read the text that it missed, except the last tokens, which it can read as it proposes."""
-        proposer, unread = self.proposer(method), True
+        proposer, unread = self._proposers[method], True
         while unread:
             unread = proposer.prefill(view, proposer.reads_along)
 
@@ -235,7 +227,7 @@ class StepProgram:
         filled = self._target.filled(view.slot)
         if view.method is None:
             return filled
-        usable = self._target.reusable(view.slot, min(filled, self.proposer(view.method).needs_from(view)))
+        usable = self._target.reusable(view.slot, min(filled, self._proposers[view.method].needs_from(view)))
         view.read_again += filled - usable
         return usable
 

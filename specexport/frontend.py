@@ -207,7 +207,7 @@ class Frontend:
         Raises:
             RequestError: a parameter cannot be honoured, or the prompt does not fit.
         """
-        params = params or self.engine.defaults()
+        params = params or self.engine.params()
         if isinstance(prompt, str):
             prompt = self.encode(prompt)
         tokens = self.engine.encode(prompt)

@@ -103,7 +103,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own sampling parameters, used by default."""
-        return self._frontend.engine.defaults()
+        return self._frontend.engine.params()
 
     def generate(
         self,

@@ -285,7 +285,7 @@ def test_single_drafts_catch_up_while_drafting(
 ) -> None:
     engine = generous("llama-near-batch")
     program = engine._scheduler._program
-    proposer = program.proposer("draft_model")
+    proposer = engine.proposers["draft_model"]
     run, runs = proposer.graph.run, list[int]()
     text = [int(token) for token in np.random.default_rng(0).integers(0, 96, 90)]
 

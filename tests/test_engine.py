@@ -72,7 +72,7 @@ def test_a_request_leaves_no_trace_in_the_next(llama: Engine) -> None:
 
 
 def test_defaults_are_the_models_own(llama: Engine) -> None:
-    assert llama.defaults() == SamplingParams(temperature=0.0, posterior_threshold=0.09, posterior_alpha=0.3)
+    assert llama.params() == SamplingParams(temperature=0.0, posterior_threshold=0.09, posterior_alpha=0.3)
     assert llama.generate(PROMPT).token_ids[:24] == llama.generate(PROMPT, GREEDY.replace(ignore_eos=False)).token_ids
 
 

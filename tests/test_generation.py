@@ -250,7 +250,7 @@ def test_a_prompt_longer_than_max_length_is_refused_by_name(with_defaults: Calla
 
 def test_the_models_least_length_yields_to_a_request(with_defaults: Callable[[Said], Engine]) -> None:
     near = with_defaults({"min_new_tokens": 20})
-    assert near.defaults().min_tokens == 20
+    assert near.params().min_tokens == 20
     assert near.params(max_tokens=4).min_tokens == 4
     assert near.params(max_tokens=40, min_tokens=0).min_tokens == 0
     with pytest.raises(RequestError, match="min_tokens is 9; expected 0 to max_tokens"):
@@ -321,7 +321,7 @@ def test_faults_are_named_with_their_file(
     ids=str,
 )
 def test_filters_are_transformers(document: Said, model: Any, with_defaults: Callable[[Said], Engine]) -> None:
-    params = with_defaults({"do_sample": True, **document}).defaults()
+    params = with_defaults({"do_sample": True, **document}).params()
     config = GenerationConfig(do_sample=True, **document)
     model._prepare_special_tokens(config)
     filters = model._get_logits_processor(config, input_ids_seq_length=1)
@@ -336,4 +336,4 @@ def test_filters_are_transformers(document: Said, model: Any, with_defaults: Cal
 
 
 def test_filters_do_not_matter_where_nothing_is_drawn(with_defaults: Callable[[Said], Engine]) -> None:
-    assert with_defaults({"typical_p": 0.2, "top_h": 0.3}).defaults() == with_defaults({}).defaults()
+    assert with_defaults({"typical_p": 0.2, "top_h": 0.3}).params() == with_defaults({}).params()

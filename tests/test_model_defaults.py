@@ -45,7 +45,7 @@ def client(tiny: Served) -> openai.OpenAI:
 def says(tiny: Served) -> Callable[..., str]:
     """Gives what the engine says with parameters of its own."""
     engine = tiny.service.engine.frontend.engine
-    rules = engine.defaults().rules
+    rules = engine.params().rules
     return lambda **params: engine.generate(PROMPT, SamplingParams(temperature=0.0, rules=rules, **params)).text
 
 

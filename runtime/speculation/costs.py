@@ -1,4 +1,4 @@
-"""The costs of steps and proposals on a machine: measured, interpolated, and refined by later steps."""
+"""The costs of steps and proposals on a machine, measured, interpolated and refined by later steps; those of a step."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ _PACE_STEP, _FACTOR_STEP = 1.02, 1.005
 """Factors by which an observed time moves the estimate of the machine's speed, and the call's correction."""
 _MOST: Final = 1.5
 """Largest factor by which refinement changes a measured cost."""
+_TEXT = 64
+"""Text lengths are rounded up to a multiple of this many tokens, so that most costs are cached."""
 
 
 class Cost(Strict, frozen=True):
@@ -137,6 +139,45 @@ class Costs:
     def read(self, method: str) -> float:
         """Seconds in which a method's draft reads a chunk of text; 0 for methods that read nothing."""
         return self._read.get(method, 0.0)
+
+
+class StepCosts:
+    """The costs of one step, which is built for ``widths`` alone; kept, as a decision asks for them many times.
+
+    Attributes:
+        batch: B, the slots of the step.
+    """
+
+    def __init__(self, costs: Costs, widths: Sequence[int], batch: int, text: int) -> None:
+        self.batch = batch
+        self._costs = costs
+        self._widths = widths
+        self._text = -(-text // _TEXT) * _TEXT
+        self._verify: dict[int, float] = {}
+        self._added: dict[tuple[str, int], float] = {}
+
+    def width(self, least: int) -> int:
+        """T of the step with trees of at least this width."""
+        return at_least(self._widths, least)
+
+    def verify(self, width: int) -> float:
+        """Seconds of the step with trees of at most this width, without proposing."""
+        if width not in self._verify:
+            self._verify[width] = self._costs.step(self.batch, self.width(width), self._text)
+        return self._verify[width]
+
+    def added(self, method: str, width: int, nodes: int, batch: int, requests: int) -> float:
+        """Seconds that a tree of this width adds, if a run of ``batch`` slots proposes for up to all ``requests``."""
+        key = method, nodes
+        if key not in self._added:
+            proposing = self._costs.propose(method, batch, nodes) / min(batch, requests)
+            self._added[key] = self.verify(width) - self.verify(1) + proposing
+        return self._added[key]
+
+
+def at_least(sizes: Sequence[int], least: int) -> int:
+    """The smallest of ascending sizes that is at least ``least``, or the largest."""
+    return next((size for size in sizes if size >= least), sizes[-1])
 
 
 class _Line:

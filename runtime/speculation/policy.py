@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.outcome import Outcome, StepResult
-from specexport.runtime.proposal import PLAIN_TREE, Proposer, SlotView
+from specexport.runtime.proposal import PLAIN_TREE, Proposer, SlotView, TextProposer
 from specexport.runtime.reader import common_prefix
 from specexport.runtime.speculation.acceptance import KEEP_OF_ALL, PRIOR, Acceptance, History
 from specexport.runtime.speculation.choice import Fit, Option, best_options
-from specexport.runtime.speculation.costs import Costs
+from specexport.runtime.speculation.costs import Costs, StepCosts, at_least
 from specexport.runtime.speculation.probing import MAX_PLAIN_STEPS, Pause, Probe
 
 if TYPE_CHECKING:
     from specexport.runtime.request import Request
 
-LookUp = Callable[[str, SlotView], Sequence[int]]
-"""Returns the draft tokens that a look-up method would propose for a slot."""
 MARGIN, LEAVING_MARGIN = 1.03, 0.97
 """Speed-up over plain decoding that speculation must promise to begin, as costs are inexact; and to continue, as
 resuming it costs the reading of text that the draft missed, and texts tend to become more predictable."""
@@ -37,8 +35,6 @@ READ_SHARE = 0.01
 _DECISION, _DECISION_SHARE, _LONGEST_PAUSE = 1e-4, 0.01, 32
 """Typical seconds of a decision; the share of the time that decisions may take while nothing pays, which matters only
 if steps are short; and the most steps without one."""
-_TEXT = 64
-"""Text lengths are rounded up to a multiple of this many tokens, so that most costs are cached."""
 _STEPS_AHEAD = 64
 """Most steps over which the cost of a draft's reading is spread."""
 
@@ -90,16 +86,12 @@ class MeasuredPolicy(SpeculationPolicy):
     While a method is left out, a budget for probing it grows by ``PROBE_SHARE`` of the time, for a draft by
     ``READ_SHARE`` more, and is spent on its smallest tree. Accepted tokens are paid back, so that a successful probe is
     followed by another.
-
-    Attributes:
-        look_up: looks draft tokens up in a text; finds none until it is set.
     """
 
     def __init__(
         self, manifest: Manifest, proposers: Mapping[str, Proposer], costs: Costs, sizes: Sequence[int]
     ) -> None:
         super().__init__(manifest, proposers)
-        self.look_up: LookUp = lambda *_: ()
         self._proposers = proposers
         self._costs = costs
         self._sizes = sizes
@@ -113,9 +105,7 @@ class MeasuredPolicy(SpeculationPolicy):
         self._probes: list[Probe] = []
         self._looked_up: dict[Request, Sequence[int]] = {}
         self._gained: dict[tuple[Request, str, int], list[tuple[float, Fit]]] = {}
-        self._size, self._text = 1, 1
-        self._seconds: dict[int, float] = {}
-        self._added_seconds: dict[tuple[str, int], float] = {}
+        self._step = StepCosts(costs, self._widths, batch=1, text=1)
         # Between decisions.
         self._last_shape = 1, 1  # batch size and width of the last step
         self._pause = Pause()
@@ -135,9 +125,7 @@ class MeasuredPolicy(SpeculationPolicy):
             return
         self._probes = []
         longest = max(len(request.view.tokens) for request in requests)
-        self._text = -(-longest // _TEXT) * _TEXT
-        self._size = self._batch(requests)
-        self._seconds, self._added_seconds = {}, {}
+        self._step = StepCosts(self._costs, self._widths, self._batch(requests), longest)
         if len(requests) == 1 and requests[0].fixed:
             super().assign(requests)
             view = requests[0].view
@@ -145,9 +133,10 @@ class MeasuredPolicy(SpeculationPolicy):
                 self._chosen[requests[0]] = self._fit(view.method, view.tree)
             return
         coming = len(requests) + joining
-        plain = len(requests) / self._verify(1)
+        plain = len(requests) / self._step.verify(1)
         if joining:
-            plain = max(plain, coming / self._costs.step(_at_least(self._sizes, coming), 1, self._text))
+            together = StepCosts(self._costs, self._widths, at_least(self._sizes, coming), longest)
+            plain = max(plain, coming / together.verify(1))
         groups: dict[str, list[Request]] = {}
         for request in requests:
             # The last token of an output needs no draft.
@@ -159,12 +148,17 @@ class MeasuredPolicy(SpeculationPolicy):
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
-        self._most_plain = min(int(_DECISION / (_DECISION_SHARE * self._verify(1))), _LONGEST_PAUSE)
+        self._most_plain = min(int(_DECISION / (_DECISION_SHARE * self._step.verify(1))), _LONGEST_PAUSE)
         self._found = any(self._looked_up.values())
         # In a batch, tokens found for one request seldom pay, and to decide takes longer; so every other step decides.
         pausing = not self._found or self._most_plain > MAX_PLAIN_STEPS
         most = MAX_PLAIN_STEPS if pausing else int(len(requests) > 1)
         self._pause.follow(requests, joining, 0 if self._chosen else most)
+
+    def look_up(self, method: str, view: SlotView) -> Sequence[int]:
+        """The draft tokens that a method would look up for a slot; none of a method that proposes otherwise."""
+        proposer = self._proposers[method]
+        return proposer.ahead(view) if isinstance(proposer, TextProposer) else ()
 
     def _repeats(self, requests: Sequence[Request]) -> bool:
         """Whether look-ups find draft tokens for any of the requests."""
@@ -176,17 +170,11 @@ class MeasuredPolicy(SpeculationPolicy):
                     return True
         return False
 
-    def _verify(self, width: int) -> float:
-        """Seconds of the step with trees of at most this width, without proposing."""
-        if width not in self._seconds:
-            self._seconds[width] = self._costs.step(self._size, _at_least(self._widths, width), self._text)
-        return self._seconds[width]
-
     def _margin(self, request: Request, running: int) -> float:
         """The speed-up that speculation must promise for a request."""
         method = request.view.method
         if method is not None and request.history.speculated < TRIAL_STEPS:
-            remaining = request.remaining * self._verify(1) / running
+            remaining = request.remaining * self._step.verify(1) / running
             if self._read(method, request) <= _TRIAL_READING * remaining:
                 return TRIAL_MARGIN
         return MARGIN if request.history.unread else LEAVING_MARGIN
@@ -199,7 +187,7 @@ class MeasuredPolicy(SpeculationPolicy):
 
         def best() -> tuple[float, tuple[Option | None, ...]]:
             options = [self._options(name, members) for name, members in groups.items()]
-            return best_options(options, len(requests), least, self._verify)
+            return best_options(options, len(requests), least, self._step.verify)
 
         rate, picks = best()
         regrouped: dict[str, list[Request]] = {}
@@ -241,20 +229,13 @@ class MeasuredPolicy(SpeculationPolicy):
 
     def _worth(self, request: Request, method: str, fits: Sequence[Fit], rate: float, running: int) -> float:
         """Tokens that the best of the trees is expected to add to the step, less the value of its time."""
-        reading = rate * self._read(method, request)
+        reading, batch = rate * self._read(method, request), self._sizes[0]  # of a device all slots
         return max(
-            gain - rate * self._added(method, fit, running) - (reading / _steps(request, gain) if reading else 0.0)
+            gain
+            - rate * self._step.added(method, fit.width, fit.nodes, batch, running)
+            - (reading / _steps(request, gain) if reading else 0.0)
             for gain, fit in self._gains(request, method, fits)
         )
-
-    def _added(self, method: str, fit: Fit, running: int) -> float:
-        """Seconds that a request's tree adds to a step of ``running`` requests, which share a run of the draft."""
-        key = method, fit.nodes
-        if key not in self._added_seconds:
-            batch = self._sizes[0]  # of a device all slots
-            proposing = self._costs.propose(method, batch, fit.nodes) / min(batch, running)
-            self._added_seconds[key] = self._verify(fit.width) - self._verify(1) + proposing
-        return self._added_seconds[key]
 
     def _options(self, name: str, members: Sequence[Request]) -> list[Option]:
         """A method's options in a step: one for each limit on the width of its trees."""
@@ -286,11 +267,11 @@ class MeasuredPolicy(SpeculationPolicy):
         fits = {request: self._within(name, request)[-1] for request in probing}
         wider = max(width, *(fit.width for fit in fits.values()))
         nodes = max(fit.nodes for fit in fits.values())
-        cost = self._verify(wider) - self._verify(width) + self._costs.propose(name, self._batch(fits), nodes)
+        cost = self._step.verify(wider) - self._step.verify(width) + self._costs.propose(name, self._batch(fits), nodes)
         cost += sum(self._read(name, request) for request in probing)
         share = PROBE_SHARE + (READ_SHARE if read else 0.0)
-        income = share * self._verify(width) * len(members) / running
-        return Probe(name, fits, cost, read, self._verify(1) / running, income)
+        income = share * self._step.verify(width) * len(members) / running
+        return Probe(name, fits, cost, read, self._step.verify(1) / running, income)
 
     def _within(self, name: str, request: Request) -> list[Fit]:
         """The trees that a request may verify: at most as large as it asked for or looked up, the largest first."""
@@ -375,13 +356,13 @@ class MeasuredPolicy(SpeculationPolicy):
         as_chosen = (outcomes[request].drafted or fit.has_extra_nodes for request, fit in self._chosen.items())
         if not all(as_chosen):
             return
-        width = _at_least(self._widths, max((fit.width for fit in self._chosen.values()), default=1))
-        last, self._last_shape = self._last_shape, (self._size, width)
+        width = self._step.width(max((fit.width for fit in self._chosen.values()), default=1))
+        last, self._last_shape = self._last_shape, (self._step.batch, width)
         if last != self._last_shape:
             return
-        verify = self._verify(width)
+        verify = self._step.verify(width)
         if not step.fused:
-            self._costs.refine(None, self._size, width, verify, seconds - step.propose)
+            self._costs.refine(None, self._step.batch, width, verify, seconds - step.propose)
         methods = {request.view.lookup or request.view.method for request in self._chosen}
         if len(methods) == 1 and not any(request.history.unread for request in self._chosen):
             method, batch = methods.pop() or "", self._batch(self._chosen)
@@ -394,8 +375,3 @@ class MeasuredPolicy(SpeculationPolicy):
 def _steps(request: Request, gain: float) -> float:
     """The steps over which the cost of a draft's reading is spread, if each is expected to gain ``gain`` tokens."""
     return min(max(request.remaining / (1.0 + gain), 1.0), _STEPS_AHEAD)
-
-
-def _at_least(sizes: Sequence[int], least: int) -> int:
-    """The smallest of ascending sizes that is at least ``least``, or the largest."""
-    return next((size for size in sizes if size >= least), sizes[-1])

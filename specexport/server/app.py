@@ -39,7 +39,6 @@ from specexport.server.middleware import REQUEST_ID, Admission
 from specexport.server.requests import ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest
 from specexport.server.responses import answer_response
 from specexport.server.service import Service
-from specexport.server.tools import template_tools
 
 _ASSETS = Path(__file__).parent / "assets"
 _FILES = {
@@ -214,8 +213,8 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> answers.Tokenize
     if unused := body.model_fields_set & body.without_effect:
         raise RequestError(f"{min(unused)}: has no effect here; leave it out", param=min(unused))
     if body.messages is not None:
-        tools = {"tools": template_tools([tool.function for tool in body.tools])} if body.tools else {}
-        tokens = await chat_tokens(service, body, body.messages, tools, **ending(body))
+        tools = [tool.function for tool in body.tools]
+        tokens = await chat_tokens(service, body, body.messages, tools, None, **ending(body))
     else:
         encode = partial(frontend.encode, add_special_tokens=body.add_special_tokens)
         tokens = await asyncio.to_thread(encode, body.prompt)

@@ -16,7 +16,7 @@ from specexport.contract.errors import RequestError
 from specexport.runtime import Chunk, TokenLogprobs
 from specexport.runtime.chat import Message
 from specexport.server import answers
-from specexport.server.request_parts import ChatMessage
+from specexport.server.request_parts import ChatMessage, Function
 from specexport.server.requests import ChatRequest, JsonSchema, TemplateOptions, TokenizeRequest
 from specexport.server.service import Service, finite_logprob, prompt_logprobs, respond
 from specexport.server.tools import Calling, CallReader, template_tools, whole_calls
@@ -30,10 +30,8 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise RequestError("max_tokens: given with max_completion_tokens; give one of them", param="max_tokens")
     calls = service.calling(body)
-    variables: dict[str, Any] = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    if calls is not None:
-        variables["tools"] = template_tools(body.offered)
-    prompt = await chat_tokens(service, body, body.messages, variables, **ending(body))
+    tools = () if calls is None else body.offered
+    prompt = await chat_tokens(service, body, body.messages, tools, body.reasoning_effort, **ending(body))
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     shape = body.response_format.json_schema if isinstance(body.response_format, JsonSchema) else body.response_format
     params = service.params(body, limit, (body.top_logprobs or 0) if body.logprobs else None, calls, shape)
@@ -46,10 +44,14 @@ async def chat_tokens(
     service: Service,
     body: TemplateOptions,
     messages: Sequence[ChatMessage],
-    variables: dict[str, Any],
+    tools: Sequence[Function],
+    effort: str | None,
     **ending: bool,
 ) -> list[int]:
-    """The prompt of a conversation; the template gets ``variables`` besides the request's."""
+    """The prompt of a conversation; the template gets the tools and the effort besides the request's variables."""
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if tools:
+        variables["tools"] = template_tools(tools)
     return await asyncio.to_thread(
         service.frontend.chat_tokens,
         list(map(template_message, messages)),

@@ -20,7 +20,7 @@ from specexport.server.errors import api_error
 from specexport.server.request_parts import CalledFunction, ChatMessage, Content, ToolCall
 from specexport.server.requests import InputCall, InputItem, InputMessage, ResponseRequest
 from specexport.server.service import GONE, EventStream, Service, collect, merge, one_line, usage_of
-from specexport.server.tools import Calling, CallReader, template_tools
+from specexport.server.tools import Calling, CallReader
 
 
 async def answer_response(service: Service, request: Request, body: ResponseRequest) -> Response:
@@ -37,11 +37,8 @@ async def answer_response(service: Service, request: Request, body: ResponseRequ
         for item in body.input:
             _add(messages, item)
     effort = None if body.reasoning is None else body.reasoning.effort
-    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     calls = service.calling(body)
-    if calls is not None:
-        variables["tools"] = template_tools(body.offered)
-    prompt = await chat_tokens(service, body, messages, variables)
+    prompt = await chat_tokens(service, body, messages, () if calls is None else body.offered, effort)
     shape = None if body.text is None else body.text.format
     params = service.params(body, body.max_output_tokens, None, calls, shape)
     (stream,) = await service.start([prompt], params, body)

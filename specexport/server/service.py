@@ -25,6 +25,7 @@ from specexport.contract.errors import RequestError
 from specexport.frontend import Frontend
 from specexport.runtime import Chunk, SamplingParams, Stream
 from specexport.runtime.request import join_chunks
+from specexport.runtime.text import special_tokens
 from specexport.server import answers
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
@@ -111,8 +112,7 @@ class Service:
     @cached_property
     def _special_tokens(self) -> re.Pattern[str] | None:
         """A pattern of the names of special tokens; None if there are none."""
-        added = self.frontend.engine.tokenizer.get_added_tokens_decoder().values()
-        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        names = sorted(special_tokens(self.frontend.engine.tokenizer).values(), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names))) if names else None
 
     def params(
