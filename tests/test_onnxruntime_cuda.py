@@ -224,7 +224,7 @@ def test_nonsense_from_the_device_is_an_error(load: Engines, monkeypatch: pytest
 
         def spoilt() -> None:
             synchronize()
-            for step in backend._steps._steps.values():
+            for step in backend._steps._variants:
                 step.outputs.host[tensors.NUM_ACCEPTED][:] = -1
 
         with monkeypatch.context() as patch, pytest.raises(BackendError, match=r"accepted -1 of \d draft tokens"):

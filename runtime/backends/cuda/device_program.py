@@ -66,7 +66,7 @@ class DeviceProgram(StepProgram):
         variant, proposals = self._plan(accept, views)
         planned = time.perf_counter()
         self._write(variant, views, proposals)
-        self._steps[variant].launch(self._target.cache.rows)
+        variant.launch(self._target.cache.rows)
         self._stream.synchronize()
         outcomes = [self._read_outcome(variant, view, proposals[view.slot]) for view in views]
         verify, fused = time.perf_counter() - planned, variant.drafting is not None
@@ -110,7 +110,7 @@ class DeviceProgram(StepProgram):
 
     def _write_acceptance(self, variant: StepVariant, view: SlotView, proposal: Proposal) -> None:
         """Writes a slot's inputs of the accept and fill graphs."""
-        inputs, slot, params, tree = self._steps[variant].inputs.host, view.slot, view.params, proposal.tree
+        inputs, slot, params, tree = variant.inputs.host, view.slot, view.params, proposal.tree
         inputs[tensors.PARENTS][slot] = _parents(tree, variant.nodes)
         inputs[tensors.TREE_MASK][slot] = padded_mask(tree, variant.nodes)
         if variant.accept.rule != "greedy":
@@ -131,8 +131,8 @@ class DeviceProgram(StepProgram):
 
     def _read_outcome(self, variant: StepVariant, view: SlotView, proposal: Proposal) -> Outcome:
         """Reads a slot's accepted tokens, and informs the proposer."""
-        tree, step, past = proposal.tree, self._steps[variant], len(view.tokens) - 1
-        results = {name: array[view.slot] for name, array in step.outputs.host.items()}
+        tree, past = proposal.tree, len(view.tokens) - 1
+        results = {name: array[view.slot] for name, array in variant.outputs.host.items()}
         accepted = int(results[tensors.NUM_ACCEPTED])
         if not 0 <= accepted <= tree.depth:  # a wrong number might keep the loop from ending
             raise BackendError(
@@ -142,7 +142,7 @@ class DeviceProgram(StepProgram):
         path = results[tensors.PATH][1 : accepted + 1].tolist()
         new = results[tensors.TOKENS][: accepted + 1].tolist()
         rows = [0, *path]
-        if step.commits:
+        if variant.commits:
             self._target.set_filled(view.slot, past + len(rows))
         else:
             self._target.commit(view.slot, past, rows)

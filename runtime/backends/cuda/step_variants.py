@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -15,8 +15,10 @@ from specexport.contract.shapes import ShapePoint
 from specexport.contract.signature import accept_signature, fill_signature
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, RunShape
+from specexport.runtime.backends.cuda.api import Launch
 from specexport.runtime.backends.cuda.graph import DeviceGraph, RunBuffers
 from specexport.runtime.backends.cuda.library import Executor
+from specexport.runtime.backends.cuda.memory import StagingBuffers
 from specexport.runtime.proposal import DeviceDraft, Proposer, SlotView
 
 G = TypeVar("G", Accept, Fill, Commit)
@@ -66,7 +68,7 @@ class Drafting:
         return fits and (tree.is_chain or self.fill is not None)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StepVariant:
     """A variant of a step, which one CUDA graph runs at each cache size.
 
@@ -74,14 +76,26 @@ class StepVariant:
         shape: the shape of the target's run, over all slots: T tokens with the logits of each.
         nodes: N of the tree; a smaller tree is padded with nodes that are never accepted.
         drafting: how a draft proposes on the device; None if the host writes the draft tokens and q.
+        inputs: what the host writes, in addition to the target's and the draft's inputs, once the step is prepared.
+        outputs: the results that the host reads.
+        commits: whether the device makes the rows of the accepted path contiguous.
+        launches: the work, a part for each graph or all together, by cache size.
     """
 
     accept: Accept
     shape: RunShape
     nodes: int
     drafting: Drafting | None = None
+    inputs: StagingBuffers = field(init=False)
+    outputs: StagingBuffers = field(init=False)
+    commits: bool = False
+    launches: dict[int, list[Launch]] = field(default_factory=dict)
 
-    def inputs(self) -> dict[str, Array]:
+    def launch(self, cache: int) -> None:
+        for launch in self.launches[cache]:
+            launch.run()
+
+    def input_arrays(self) -> dict[str, Array]:
         """A slot's inputs of the accept and fill graphs that the host writes, initially for a greedy chain.
 
         Slots that take no part in a step keep the inputs of an earlier step, which are always valid.
@@ -96,12 +110,12 @@ class StepVariant:
             arrays[tensors.TREE_RANKS] = np.array([self.drafting.tree.ranks[1:]], np.int64)
         return arrays
 
-    def outputs(self) -> dict[str, Array]:
+    def output_arrays(self) -> dict[str, Array]:
         """The accept graph's outputs for a slot."""
         outputs = accept_signature(self.accept.rule, self.accept.candidates).outputs
         return {str(tensor): tensor.zeros(self._sizes) for tensor in outputs}
 
-    def drafted(self) -> dict[str, Array]:
+    def draft_arrays(self) -> dict[str, Array]:
         """A slot's draft that stays on the device, with a row for each node, as the fill graph returns it."""
         if self.drafting is None:
             return {}
