@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -59,6 +60,7 @@ def cpu_features() -> str:
     return _cpuinfo("flags") or _cpuinfo("Features")
 
 
+@functools.cache
 def _cpuinfo(field: str) -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from specexport.runtime.logits import TokenLogprobs
@@ -108,6 +109,17 @@ class Stats:
             self.accepted_at += [0] * (outcome.depth - len(self.accepted_at))
             for position in range(accepted):
                 self.accepted_at[position] += 1
+
+    def __add__(self, other: Stats) -> Stats:
+        """The sums of all counters and times, as of the outputs of a request; ``execution`` is that of the first."""
+        names = [field.name for field in dataclasses.fields(self) if field.default == 0]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        accepted_at = [a + b for a, b in zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)]
+        steps = {name: Counter(counts) for name, counts in self.steps_by_draft.items()}
+        for name, counts in other.steps_by_draft.items():
+            steps.setdefault(name, Counter()).update(counts)
+        by_draft = {name: dict(counts) for name, counts in steps.items()}
+        return Stats(**sums, accepted_at=accepted_at, steps_by_draft=by_draft, execution=self.execution)
 
     def as_dict(self) -> dict[str, Any]:
         """Counters and derived figures, for JSON."""

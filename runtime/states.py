@@ -41,7 +41,7 @@ def cell_rows(past: Sequence[int], seen: Sequence[int], tokens: int, rows: int) 
 
 
 class KeptStates:
-    """The states of all slots, in memory that step graphs read directly.
+    """The states of all slots, in memory that step graphs read directly; none if all layers have attention.
 
     Attributes:
         arrays: by the names of ``signature.states``, ``[slots, ...]`` each.
@@ -90,7 +90,7 @@ class KeptStates:
 
     def can_continue(self, slot: int, tokens: int) -> bool:
         """Whether a text may continue after ``tokens`` of a slot's tokens."""
-        return self._seen[slot] <= tokens and self._written[slot] - tokens <= self.back
+        return not self.arrays or (self._seen[slot] <= tokens and self._written[slot] - tokens <= self.back)
 
     def cells(self, slots: range, past: Sequence[int], tokens: int) -> dict[str, Array]:
         """A step's inputs in addition to :attr:`arrays`; clears slots whose text begins anew with the step."""

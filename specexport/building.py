@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from specexport.contract.engines import ENGINE_RUNTIMES
 from specexport.contract.errors import BuildError, BundleError, RequestError
-from specexport.contract.folders import describe_error, expanded, locked, remove, temporary_folder, write_file, writing
+from specexport.contract.folders import describe_error, expanded, locked, remove, temporary_folder, writing
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import MethodOptions, method_type
 from specexport.contract.reading import read_manifest, sha256
@@ -37,7 +37,7 @@ from specexport.exporter.options import CompileOptions, require_effect
 from specexport.exporter.records import fingerprint
 from specexport.options import EngineOptions
 from specexport.runtime.bundle import check_bundle
-from specexport.runtime.machine import cache_folder, remove_unused
+from specexport.runtime.machine import MachineRecord, cache_folder, remove_unused
 
 _BYTES = 1 << 20
 """Progress with a larger total counts bytes."""
@@ -173,10 +173,10 @@ def cached_bundle(
             }
             for method in methods
         ],
-        "checkpoints": {name: _content(folder, root / "hashes") for name, folder in checkpoints.items()},
+        "checkpoints": {name: _content(folder) for name, folder in checkpoints.items()},
         "exporter": fingerprint(),
     }
-    key = _digest(identity)
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     name = f"{Path(str(options['target'])).name}-{key[:16]}"
     bundle = root / "bundles" / name
     if damage(bundle, check_hashes) is None:
@@ -224,8 +224,8 @@ def damage(bundle: Path, check_hashes: bool) -> BundleError | None:
     return None
 
 
-def _content(folder: Path, memos: Path) -> dict[str, str]:
-    """SHA-256 of each file of a checkpoint, by name; cached in ``memos`` until a file's size or time changes."""
+def _content(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file of a checkpoint, by name; stored in the cache folder until a file's size or time changes."""
     hashes: dict[str, str] = {}
     files = sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]) if folder.is_dir() else []
     # Other files in the folder of a GGUF model were derived from it, perhaps by this process.
@@ -233,15 +233,14 @@ def _content(folder: Path, memos: Path) -> dict[str, str]:
     for file in files if any(file.suffix == ".safetensors" for file in files) else models or files:
         if not file.name.endswith(_READ) or not file.is_file():
             continue
-        name, state = file.relative_to(folder).as_posix(), file.stat()
-        memo = memos / _digest([str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ino])
-        if memo.is_file() and memo.stat().st_size == 2 * hashlib.sha256().digest_size:
-            hashes[name] = memo.read_text(encoding="ascii", errors="replace")
-        else:
-            hashes[name] = sha256(file)
-            with contextlib.suppress(OSError):  # the file is then hashed again
-                memos.mkdir(parents=True, exist_ok=True)
-                write_file(memo, hashes[name].encode("ascii"))
+        state = file.stat()
+        stamp = f"{state.st_size} {state.st_mtime_ns} {state.st_ino}"
+        record = MachineRecord("hashes", (ascii(file.resolve()), stamp), str)
+        digest = record.load()
+        if digest is None:
+            digest = sha256(file)
+            record.save(digest)
+        hashes[file.relative_to(folder).as_posix()] = digest
     return hashes
 
 
@@ -251,10 +250,6 @@ def _file_hash(file: Path) -> str:
         return sha256(file)
     except OSError as error:
         raise BuildError(describe_error(error, file)) from error
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def no_chat_template(model: str | Path | None) -> RequestError:

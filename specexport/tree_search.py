@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import statistics
 import time
@@ -99,7 +98,7 @@ def observe(
                     steps += 1
                     path = _path(proposal.candidates, ahead, chained)
                     paths.update(path[:end] for end in range(1, len(path) + 1))
-            total = sum_stats(total, completion.stats)
+            total += completion.stats
             progress("decoding", index + 1, len(prompts))
     if not steps:
         raise RequestError("no step had a proposal to learn from; give more or longer prompts, or more tokens")
@@ -115,12 +114,6 @@ def _path(candidates: Ints, ahead: Sequence[int], chained: bool) -> RankPath:
             break
         path.append(int(ranks[0]))
     return tuple(path)
-
-
-def sum_stats(a: Stats, b: Stats) -> Stats:
-    """The sum of counters and times of decoding."""
-    names = ("steps", "steps_with_draft", "output_tokens", "propose", "verify", "accept", "host")
-    return dataclasses.replace(a, **{name: getattr(a, name) + getattr(b, name) for name in names})
 
 
 def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, progress: Progress) -> list[float]:

@@ -302,11 +302,9 @@ class Session:
             return
         table = Table(columns=("", "method", "tokens/s", "tokens a step"), align="llr")
         for name in offered:
-            answers = self._answers.get(name, ())
-            tokens, steps = (sum(getattr(stats, field) for stats in answers) for field in ("output_tokens", "steps"))
-            seconds = sum(stats.decode_seconds for stats in answers)
-            speed = f"{tokens / seconds:.1f}" if seconds else "–"
-            length = f"{tokens / steps:.2f}" if steps else "–"
+            stats = sum(self._answers.get(name, ()), Stats())
+            speed = f"{stats.tokens_per_second:.1f}" if stats.decode_seconds else "–"
+            length = f"{stats.acceptance_length:.2f}" if stats.steps else "–"
             table.add_row("*" if name == self._method else "", name, speed, length)
         self._terminal.notice(table)
 
@@ -348,5 +346,6 @@ def _speed(stats: Stats) -> str:
     text = f"{counted(stats.output_tokens, 'token')} at {stats.tokens_per_second:.1f} a second"
     if not stats.drafted:
         return f"{text}, none of them drafted."
-    length = stats.output_tokens / stats.steps
-    return f"{text}, {length:.2f} a step: {stats.accepted} of {stats.drafted} draft tokens were accepted."
+    return (
+        f"{text}, {stats.acceptance_length:.2f} a step: {stats.accepted} of {stats.drafted} draft tokens were accepted."
+    )

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any, Protocol
 
 from fastapi import Request, Response
@@ -23,7 +22,7 @@ from starlette.types import Send
 from specexport.async_engine import AsyncEngine, AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.frontend import Frontend
-from specexport.runtime import Chunk, SamplingParams, Stream
+from specexport.runtime import Chunk, SamplingParams, Stats, Stream
 from specexport.runtime.request import join_chunks
 from specexport.runtime.text import special_tokens
 from specexport.server import answers
@@ -345,35 +344,29 @@ async def _wait_for_disconnect(request: Request) -> None:
 def usage_of(body: GenerationRequest, streams: list[AsyncStream]) -> answers.Usage:
     """The tokens of a request; a prompt with several outputs counts once."""
     stats = [stream.stats for stream in streams]
-
-    def total(name: str) -> int:
-        return sum(getattr(s, name) for s in stats)
-
-    output, steps, drafted, accepted = map(total, ("output_tokens", "steps", "drafted", "accepted"))
+    total = sum(stats, Stats())
     # The outputs of a prompt follow each other.
     prompt_tokens = sum(s.prompt_tokens for s in stats[:: body.n])
     # Rows that an output shares with another output of its prompt were not cached before.
     cached = sum(min(s.cached_tokens for s in stats[at : at + body.n]) for at in range(0, len(stats), body.n))
     usage = answers.Usage(
         prompt_tokens=prompt_tokens,
-        completion_tokens=output,
-        total_tokens=prompt_tokens + output,
+        completion_tokens=total.output_tokens,
+        total_tokens=prompt_tokens + total.output_tokens,
         prompt_tokens_details=answers.PromptTokensDetails(cached_tokens=cached),
     )
     if body.include_speculation:
         usage.speculation = answers.SpeculationUsage(
-            num_drafts=total("steps_with_draft"),
-            num_draft_tokens=drafted,
-            num_accepted_tokens=accepted,
-            num_accepted_tokens_per_pos=[
-                sum(counts) for counts in zip_longest(*(s.accepted_at for s in stats), fillvalue=0)
-            ],
-            acceptance_length=output / steps if steps else 0.0,
+            num_drafts=total.steps_with_draft,
+            num_draft_tokens=total.drafted,
+            num_accepted_tokens=total.accepted,
+            num_accepted_tokens_per_pos=total.accepted_at,
+            acceptance_length=total.acceptance_length,
         )
     if body.hypothesis is not None:
         # Every step adds its accepted tokens and one more, but the output may end within the last step.
         used = sum(min(s.accepted, s.output_tokens - s.steps + 1) for s in stats)
         usage.completion_tokens_details = answers.CompletionTokensDetails(
-            accepted_prediction_tokens=used, rejected_prediction_tokens=drafted - used
+            accepted_prediction_tokens=used, rejected_prediction_tokens=total.drafted - used
         )
     return usage

@@ -45,9 +45,9 @@ class OnnxRuntimeGraph(Graph):
         self._session = session
         _require_declared(path, self._session, model, lowering, buffers)
         self._layers = model.cache
-        self._states = KeptStates(model.states, slots) if model.states else None
+        self._states = KeptStates(model.states, slots)
         # Recurrent states cannot go back to read tokens again, as a run that is widened for another slot would.
-        self.any_width = self._states is None
+        self.any_width = not model.states
         self._in_place = lowering == "native"
         claimed = kernels().devices
         self.not_claimed = not_claimed(session) if claimed else Counter[str]()
@@ -69,13 +69,12 @@ class OnnxRuntimeGraph(Graph):
 
     @property
     def cache_bytes(self) -> int:
-        states = 0 if self._states is None else self._states.nbytes
         cache = sum(block.nbytes for block in self._cache.blocks)
-        return states + (cache * self._cache_rows // self._cache.rows if cache else 0)
+        return self._states.nbytes + (cache * self._cache_rows // self._cache.rows if cache else 0)
 
     def reusable(self, slot: int, rows: int) -> int:
         rows = super().reusable(slot, rows)
-        return rows if self._states is None or self._states.can_continue(slot, rows) else 0
+        return rows if self._states.can_continue(slot, rows) else 0
 
     def _require(self, point: ShapePoint) -> ShapePoint:
         # The session runs the master, whose dimensions are free: T may differ from that of a built point.
@@ -116,15 +115,14 @@ class OnnxRuntimeGraph(Graph):
     def _copy(self, source: int, to: int, rows: int) -> None:
         for block in self._cache.blocks:
             block[:, to, :, :rows] = block[:, source, :, :rows]
-        if self._states is not None and rows:
+        if rows:
             self._states.copy(source, to)
 
     def _commit(self, slot: int, past: int, nodes: Sequence[int]) -> None:
         count = len(nodes)
         assert self._last is not None
         first, arrays = self._last
-        if self._states is not None:
-            self._states.commit(slot, past, nodes, arrays.states, slot - first)
+        self._states.commit(slot, past, nodes, arrays.states, slot - first)
         in_order = count == 0 or nodes[-1] == count - 1
         if self._in_place and in_order:
             return
@@ -140,7 +138,7 @@ class OnnxRuntimeGraph(Graph):
 
     def prepare(self, shape: RunShape, rows: int = 0) -> dict[str, Array]:
         inputs = super().prepare(shape, rows)
-        if self._states is not None and tensors.KNOWN_TOKENS in inputs:
+        if tensors.KNOWN_TOKENS in inputs:
             inputs[tensors.KNOWN_TOKENS][:] = -self._states.back  # leaves out tokens that may be taken back
         return inputs
 
@@ -149,7 +147,7 @@ class OnnxRuntimeGraph(Graph):
         binding = self._bound.get(shape)
         if binding is None:
             binding = self._bound[shape] = self._bind(slots, arrays)
-        if self._states is not None:
+        if self._states.arrays:
             past = arrays.inputs[tensors.PAST_LENGTH].tolist()
             for name, array in self._states.cells(slots, past, arrays.fed).items():
                 binding.bind_ortvalue_input(name, self._ort.OrtValue.ortvalue_from_numpy(array))
@@ -159,7 +157,7 @@ class OnnxRuntimeGraph(Graph):
             raise
         except Exception as error:  # onnxruntime's exceptions share no public base
             raise BackendError(f"{self._path}: onnxruntime failed to run the graph: {error}; build it again") from error
-        if self._states is not None and tensors.KNOWN_TOKENS in arrays.inputs:
+        if tensors.KNOWN_TOKENS in arrays.inputs:
             self._states.advance(slots, past, arrays.inputs[tensors.KNOWN_TOKENS].tolist())
         self._last = slots.start, arrays
         return arrays.outputs
@@ -169,11 +167,8 @@ class OnnxRuntimeGraph(Graph):
         if arrays is None:
             point = self._require(shape.point(self.cache_rows))
             rows_out = Rows(() if self._in_place else self._layers, point.batch, point.fed)
-            states: list[Array] = []
-            parts = {name.replace("past_", "new_", 1): part for name, part in rows_out.parts.items()}
-            if self._states is not None:
-                states, every = self._states.outputs(point.batch, point.fed)
-                parts |= every
+            states, parts = self._states.outputs(point.batch, point.fed)
+            parts |= {name.replace("past_", "new_", 1): part for name, part in rows_out.parts.items()}
             arrays = _Arrays(*self._buffers(point), rows_out.blocks, parts, point.fed, states)
             self._arrays[shape.point(0)] = arrays
         return arrays
@@ -191,7 +186,7 @@ class OnnxRuntimeGraph(Graph):
                 binding.bind_ortvalue_output(name.replace("past_", "present_", 1), value)
         for name, array in arrays.parts.items():
             binding.bind_ortvalue_output(name, value_of(array))
-        for name, array in ({} if self._states is None else self._states.arrays).items():
+        for name, array in self._states.arrays.items():
             binding.bind_ortvalue_input(name, value_of(array[slots.start : slots.stop]))
         return binding
 
