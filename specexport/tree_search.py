@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import statistics
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -23,12 +22,12 @@ from specexport.runtime.engine import Engine
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import Ints, Proposal, SlotView
 from specexport.runtime.request import Stats
+from specexport.runtime.speculation.timing import SECONDS, in_turns, timed
 
 RankPath = tuple[int, ...]
 
 _WIDTHS = (*range(1, 13), 14, 16, 20, 24, 32, 48, 64)
 """Widths at which steps are timed; costs of other widths are interpolated."""
-_ROUNDS = 7
 
 
 @dataclass(frozen=True)
@@ -122,21 +121,15 @@ def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, prog
     model = bundle.manifest.target
     graph = open_target(bundle, threads=threads)
     graph.reserve(rows + widest)
-    times: dict[int, list[float]] = {width: [] for width in widths}
-    for turn in range(_ROUNDS + 1):
-        for width in widths:
-            inputs = graph.inputs(RunShape(width, width))
-            inputs[tensors.POSITION_IDS][:] = np.minimum(rows + np.arange(width), model.max_positions - 1)
-            inputs[tensors.PAST_LENGTH][:] = rows
-            start = time.perf_counter()
-            graph.run(RunShape(width, width))
-            if turn:  # the first round allocates buffers
-                times[width].append(time.perf_counter() - start)
-        progress("timing steps", turn + 1, _ROUNDS + 1)
-    medians = [statistics.median(times[width]) for width in widths]
+    for width in widths:
+        inputs = graph.inputs(RunShape(width, width))
+        inputs[tensors.POSITION_IDS][:] = np.minimum(rows + np.arange(width), model.max_positions - 1)
+        inputs[tensors.PAST_LENGTH][:] = rows
+    trials = {("", width): timed(partial(graph.run, RunShape(width, width))) for width in widths}
+    seconds = in_turns(trials, SECONDS, "timing steps", [], progress)
     # Wider steps are never cheaper, except by noise.
-    medians = list(itertools.accumulate(medians, max))
-    return [float(cost) for cost in np.interp(np.arange(1, widest + 1), widths, medians)]
+    rising = list(itertools.accumulate((seconds["", width] for width in widths), max))
+    return [float(cost) for cost in np.interp(np.arange(1, widest + 1), widths, rising)]
 
 
 def candidates(method: Method, observed: Observed, costs: Sequence[float]) -> list[TreeCandidate]:

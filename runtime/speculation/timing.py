@@ -119,10 +119,10 @@ def measure(
             trees = proposer.method.smaller_trees(manifest.target)
             for tree in [tree for tree in trees if len(tree) <= most] or trees[-1:]:
                 call = program.step if program.fuses else proposer.propose
-                trials[name, len(tree)] = _timed(partial(call, _views(text, batch, tree, name)))
+                trials[name, len(tree)] = timed(partial(call, _views(text, batch, tree, name)))
         left = len(target.sizes) - target.sizes.index(batch)
         share = (end - began) * 2 / (left + 1) if batch == 1 else (end - began) / left
-        costs = _in_turns(
+        costs = in_turns(
             trials, share, f"timing steps of {batch}", noise, progress, before=_PLAIN_BEFORE if batch == 1 else 1
         )
         for (name, nodes), least in costs.items():
@@ -131,7 +131,7 @@ def measure(
     longer: dict[Key, float] = {}
     if len(longer_text) > len(text):
         trials = _steps(fixed, longer_text, target.sizes[0], sorted({widths[0], widths[-1]}))
-        longer = _in_turns(trials, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
+        longer = in_turns(trials, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
     for slot in range(target.sizes[-1]):
         target.copy(slot, slot, 0)
         for proposer in proposers.values():
@@ -199,7 +199,9 @@ def _steps(fixed: StepProgram, text: Sequence[int], batch: int, widths: Sequence
     return {("", width): partial(step, _views(text, batch, tree, _FIXED)) for width, tree in chains.items()}
 
 
-def _timed(call: Callable[[], object]) -> Trial:
+def timed(call: Callable[[], object]) -> Trial:
+    """Times a call."""
+
     def trial() -> float:
         start = time.perf_counter()
         call()
@@ -228,7 +230,7 @@ def _read(manifest: Manifest, proposer: Proposer, text: Sequence[int], slots: in
     return min(times) if times and not method.reads_embeddings else 0.0
 
 
-def _in_turns(
+def in_turns(
     trials: Mapping[Key, Trial],
     seconds: float,
     name: str,
