@@ -14,7 +14,7 @@ from msgspec import Meta
 from specexport.contract import tensors
 from specexport.contract.engines import COMPILERS
 from specexport.contract.errors import UNREADABLE, BuildError, BundleError, SpecExportError, explained
-from specexport.contract.folders import write_lock, writing
+from specexport.contract.folders import expanded, write_lock, writing
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
 from specexport.contract.methods import Method, MethodOptions, decode_hook
 from specexport.contract.model import Model
@@ -80,6 +80,11 @@ def exchange_manifest(folder: Path, manifest: Manifest) -> None:
     part.write_bytes(_encoded(manifest))
     _read(part)
     part.replace(folder / MANIFEST_NAME)
+
+
+def is_bundle(path: str | Path) -> bool:
+    """Whether a path is a bundle's, and not a checkpoint's, or the name of a model on the hub."""
+    return (expanded(path) / MANIFEST_NAME).is_file()
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -15,10 +15,9 @@ import numpy as np
 from specexport.building import bundle_of_model, no_chat_template
 from specexport.contract.errors import BuildError, ContextLengthError, RequestError
 from specexport.contract.folders import expanded
-from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.methods import MethodOptions, SpeculativeConfig, known, listed, method_type, read_methods
 from specexport.contract.options import keywords
-from specexport.contract.reading import read_manifest
+from specexport.contract.reading import is_bundle, read_manifest
 from specexport.contract.values import require_text, shown
 from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions
@@ -97,7 +96,7 @@ class Frontend:
         if not isinstance(path, (str, PathLike)):
             raise BuildError(f"{'model' if bundle is None else 'bundle'} is {shown(path)}; expected a text or a path")
         build = {name: getattr(options, name) for name in BuildSettings.__struct_fields__ if name in keys}
-        if model is not None and (expanded(model) / MANIFEST_NAME).is_file():
+        if model is not None and is_bundle(model):
             model, bundle = None, model
         loaded: tuple[MethodOptions, ...] = ()
         chosen = DEFAULT

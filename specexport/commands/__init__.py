@@ -14,10 +14,10 @@ import msgspec
 from specexport.commands import report
 from specexport.commands.flags import UsageError, add_flags, flag_values, from_flags, group_of
 from specexport.contract.errors import RequestError
-from specexport.contract.folders import expanded
-from specexport.contract.manifest import MANIFEST_NAME, GenerationDefaults
+from specexport.contract.manifest import GenerationDefaults
 from specexport.contract.methods import known, method_type, read_methods
 from specexport.contract.options import Options, dashed, option, options
+from specexport.contract.reading import is_bundle
 from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions
 from specexport.runtime import SamplingParams
@@ -162,7 +162,7 @@ def _require_method(arguments: argparse.Namespace, method: str) -> None:
     name, _, _ = method.partition(":")
     if name not in known():
         return
-    if (expanded(arguments.model) / MANIFEST_NAME).is_file():
+    if is_bundle(arguments.model):
         if name != method:
             raise RequestError(
                 f"--method is {method!r}; expected a name alone, as options are set by --speculative-config {method}",

@@ -13,10 +13,10 @@ from specexport.commands.flags import UsageError
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
-from specexport.contract.manifest import MANIFEST_NAME, Manifest
+from specexport.contract.manifest import Manifest
 from specexport.contract.methods import method_name, parse_method, read_method, text_methods
 from specexport.contract.options import Options, dashed, option
-from specexport.contract.reading import read_manifest
+from specexport.contract.reading import is_bundle, read_manifest
 from specexport.tables import Table, bytes_text, show
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def plan_command(command: PlanOptions) -> int:
     method = parse_method(command.method) if command.method else None
     if command.draft is not None:
         method = read_method({"method": "draft_model", "model": command.draft}, "--draft")
-    if (expanded(target) / MANIFEST_NAME).is_file():
+    if is_bundle(target):
         for name in ("draft", "method", "precision", "max_seq_len", "backend"):
             if getattr(command, name) is not None:
                 raise UsageError(
@@ -178,8 +178,7 @@ def suggest_command(command: SuggestOptions) -> int:
         from specexport.exporter.suggest import suggest
 
         advice = suggest(target, command.draft, command.device)
-    folder = expanded(target)
-    manifest = read_manifest(folder) if (folder / MANIFEST_NAME).is_file() else None
+    manifest = read_manifest(expanded(target)) if is_bundle(target) else None
     table = Table(
         f"{target}: {advice.parameters:,} parameters, on a {command.device.upper()}",
         ("method", *([] if manifest is None else ["in this bundle"]), "settings", "why"),
