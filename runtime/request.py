@@ -11,10 +11,10 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from specexport.runtime.logits import TokenLogprobs
-from specexport.runtime.outcome import Outcome, Verified
 from specexport.runtime.params import SamplingParams
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculation.acceptance import History
+from specexport.runtime.step import Outcome, Verified
 from specexport.runtime.text import TextStream
 
 if TYPE_CHECKING:

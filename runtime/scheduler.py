@@ -11,11 +11,10 @@ from collections import deque
 from collections.abc import Callable
 
 from specexport.contract.errors import BackendError, ClosedError
-from specexport.runtime.outcome import Outcome
 from specexport.runtime.request import NO_METHOD, Chunk, Request
 from specexport.runtime.slots import Slots
 from specexport.runtime.speculation.policy import SpeculationPolicy
-from specexport.runtime.step import StepProgram
+from specexport.runtime.step import Outcome, StepProgram
 
 _MAX_FAILURES = 3
 """Failed turns in a row after which the engine counts as broken, rather than a request."""

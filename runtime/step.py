@@ -1,10 +1,11 @@
-"""One step for the requests in the slots: propose -> verify -> accept -> commit."""
+"""One step for the requests in the slots, propose -> verify -> accept -> commit, and its outcome."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -15,8 +16,7 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph, RunShape
-from specexport.runtime.logits import token_logprobs
-from specexport.runtime.outcome import Outcome, StepResult, Verified
+from specexport.runtime.logits import TokenLogprobs, token_logprobs
 from specexport.runtime.prompt import is_embedding
 from specexport.runtime.proposal import NOTHING, Ints, Proposal, Proposer, SlotView
 from specexport.runtime.sampling import Floats, accept_greedy, accept_relaxed, accept_sampled, accept_typical
@@ -266,3 +266,68 @@ def padded_mask(tree: TokenTree, width: int) -> npt.NDArray[np.bool_]:
     mask = np.eye(width, dtype=np.bool_)
     mask[: len(tree), : len(tree)] = tree.mask
     return mask
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The tree that a step verified for one slot, and its accepted path.
+
+    Attributes:
+        tree: the tree; node 0 is the last token of the text before the step.
+        drafted: the tokens of its nodes 1..K; empty if they stayed on a device.
+        path: the accepted nodes, in order.
+    """
+
+    tree: TokenTree
+    drafted: Sequence[int]
+    path: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a step for one slot, with the numbers of draft tokens that were verified and accepted.
+
+    Attributes:
+        tokens: the accepted draft tokens, then the bonus token.
+        logprobs: one entry for each token, if the request asks for them.
+        finite: whether the logits before the bonus token are finite; a device does not check them.
+        verified: the tree; None for a plain step.
+    """
+
+    tokens: list[int]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finite: bool = True
+    verified: Verified | None = None
+
+    @property
+    def drafted(self) -> int:
+        return 0 if self.verified is None else len(self.verified.tree) - 1
+
+    @property
+    def depth(self) -> int:
+        return 0 if self.verified is None else self.verified.tree.depth
+
+    @property
+    def accepted(self) -> int:
+        return 0 if self.verified is None else len(self.verified.path)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The outcomes of a step, and its times in seconds.
+
+    Attributes:
+        outcomes: one for each slot, in the order of the views.
+        propose: time of proposing, unless that is part of the target's run.
+        verify: time of the target's run, including a draft in it.
+        accept: time of deciding which tokens are accepted; 0 if that is part of the target's run.
+        execution: how the work reached the device; see ``Stats.execution``.
+        fused: whether a draft proposed in the target's run.
+    """
+
+    outcomes: list[Outcome]
+    propose: float
+    verify: float
+    accept: float
+    execution: str
+    fused: bool = False

@@ -14,12 +14,11 @@ from specexport.contract.reading import read_manifest
 from specexport.contract.shapes import batch_points, window
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, RequestError, SamplingParams, Stream
-from specexport.runtime.outcome import StepResult
 from specexport.runtime.proposal import PLAIN_TREE, SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Slots
 from specexport.runtime.speculation.policy import SpeculationPolicy
-from specexport.runtime.step import StepProgram
+from specexport.runtime.step import StepProgram, StepResult
 from tests.fixtures import Bundles, Engines
 from tests.manifests import curve
 from tests.reference import chi_square_p, exact_texts

@@ -24,7 +24,6 @@ from specexport.methods.ngram import Ngram
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import engine as engine_module
 from specexport.runtime.backends.onnxruntime.backend import OnnxRuntimeBackend
-from specexport.runtime.outcome import Outcome, StepResult, Verified
 from specexport.runtime.proposal import Proposer, SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.speculation import choice
@@ -41,6 +40,7 @@ from specexport.runtime.speculation.policy import (
 )
 from specexport.runtime.speculation.probing import MAX_PLAIN_STEPS
 from specexport.runtime.speculative import PLAIN
+from specexport.runtime.step import Outcome, StepResult, Verified
 from specexport.runtime.text import TextStream
 from tests.fixtures import Bundles
 from tests.manifests import curve, trees_of

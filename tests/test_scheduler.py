@@ -12,11 +12,11 @@ from tokenizers.models import WordLevel
 
 from specexport.contract.errors import BackendError
 from specexport.runtime import SamplingParams
-from specexport.runtime.outcome import Outcome, StepResult
 from specexport.runtime.proposal import PLAIN_TREE, SlotView
 from specexport.runtime.request import Request, Stream, complete
 from specexport.runtime.scheduler import Scheduler
 from specexport.runtime.speculation.policy import SpeculationPolicy
+from specexport.runtime.step import Outcome, StepResult
 from specexport.runtime.text import TextStream
 from tests.threads import JOIN
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from specexport.runtime.speculation.choice import Fit
 
 if TYPE_CHECKING:
-    from specexport.runtime.outcome import Outcome
     from specexport.runtime.request import Request
+    from specexport.runtime.step import Outcome
 
 MAX_PLAIN_STEPS = 4
 """Most plain steps in a row without checking whether the text repeats itself."""

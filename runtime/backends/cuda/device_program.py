@@ -19,9 +19,8 @@ from specexport.runtime.backends.cuda.api import CudaStream
 from specexport.runtime.backends.cuda.graph import DeviceGraph
 from specexport.runtime.backends.cuda.step_variants import StepVariant, StepVariants, read_back
 from specexport.runtime.backends.cuda.steps import Steps
-from specexport.runtime.outcome import Outcome, StepResult, Verified
 from specexport.runtime.proposal import NOTHING, Ints, Proposal, Proposer, SlotView
-from specexport.runtime.step import StepProgram, padded_mask
+from specexport.runtime.step import Outcome, StepProgram, StepResult, Verified, padded_mask
 
 _NEVER = np.float32(1e30)
 """Noise that rejects any draft token, as its product with q exceeds every p."""
