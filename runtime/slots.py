@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specexport.contract.shapes import window
-from specexport.runtime.reader import common_prefix
 from specexport.runtime.step import StepProgram
+from specexport.runtime.text import common_prefix
 
 
 class Slots:

@@ -1,4 +1,4 @@
-"""Decodes output tokens as they come, and encodes text without blocking other threads."""
+"""Decodes output tokens as they come, encodes text without blocking other threads, and compares texts."""
 
 from __future__ import annotations
 
@@ -203,3 +203,15 @@ def decoder_fault(tokenizer: Tokenizer) -> str | None:
 def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Encodes a text, as a batch of one: ``Tokenizer.encode`` would hold Python's lock, for seconds with megabytes."""
     return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of leading tokens that two texts share."""
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:  # the usual case
+        return length
+    low, high = 0, length
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
+    return low

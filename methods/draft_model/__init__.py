@@ -17,8 +17,17 @@ from specexport.contract.signature import GraphSignature, propose_signature
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Array, Graph, RunShape, write_sampling
 from specexport.runtime.params import SamplingParams
-from specexport.runtime.proposal import DeviceDraft, Ints, Opening, Proposal, SlotView, drawn, fill, most_probable_tree
-from specexport.runtime.reader import ReadingProposer
+from specexport.runtime.proposal import (
+    DeviceDraft,
+    Ints,
+    Opening,
+    Proposal,
+    ReadingProposer,
+    SlotView,
+    drawn,
+    fill,
+    most_probable_tree,
+)
 from specexport.training.options import Divergence, DraftRunOptions, Report, Training, draft_option
 
 _GPU_DRAFT_TOKENS = 5

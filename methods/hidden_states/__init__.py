@@ -19,8 +19,8 @@ from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model import ChainDraft, Dynamic, chain_proposal, chain_rows, write_drafting
 from specexport.runtime.backend import Array, Graph, RunShape
 from specexport.runtime.proposal import DeviceDraft, Ints, Opening, Proposal, Proposer, SlotView
-from specexport.runtime.reader import common_prefix
 from specexport.runtime.sampling import Floats
+from specexport.runtime.text import common_prefix
 
 MAX_STATES = 16
 

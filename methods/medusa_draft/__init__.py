@@ -15,8 +15,7 @@ from specexport.contract.signature import GraphSignature, step_signature
 from specexport.contract.tensors import CANDIDATES
 from specexport.contract.tree import TokenTree
 from specexport.runtime.backend import Graph, RunShape
-from specexport.runtime.proposal import Ints, Opening, Proposal, SlotView, fill
-from specexport.runtime.reader import ReadingProposer
+from specexport.runtime.proposal import Ints, Opening, Proposal, ReadingProposer, SlotView, fill
 
 
 class MedusaDraftOptions(CheckpointOptions, frozen=True, kw_only=True, tag="medusa_draft"):

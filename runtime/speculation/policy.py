@@ -10,12 +10,12 @@ from specexport.contract.manifest import Manifest
 from specexport.contract.shapes import CATCH_UP_TOKENS, window
 from specexport.contract.tree import TokenTree
 from specexport.runtime.proposal import PLAIN_TREE, Proposer, SlotView, TextProposer
-from specexport.runtime.reader import common_prefix
 from specexport.runtime.speculation.acceptance import KEEP_OF_ALL, PRIOR, Acceptance, History
 from specexport.runtime.speculation.choice import Fit, Option, best_options
 from specexport.runtime.speculation.costs import Costs, StepCosts, at_least
 from specexport.runtime.speculation.probing import MAX_PLAIN_STEPS, Pause, Probe
 from specexport.runtime.step import Outcome, StepResult
+from specexport.runtime.text import common_prefix
 
 if TYPE_CHECKING:
     from specexport.runtime.request import Request

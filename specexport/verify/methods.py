@@ -19,8 +19,8 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backend import BackendOptions, open_backend
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.proposal import Opening, SlotView, open_proposer
-from specexport.runtime.reader import common_prefix
 from specexport.runtime.speculative import PLAIN, Speculative
+from specexport.runtime.text import common_prefix
 from specexport.tree_search import record_proposals
 from specexport.verify.logits import NotRunError, Numbers, Outcome, pair
 
