@@ -324,7 +324,10 @@ def test_models_tokenize_health_and_ready(http: httpx.Client, client: openai.Ope
     cut = http.post("/tokenize", content=json.dumps({"prompt": HALF}), headers={"Content-Type": "application/json"})
     assert (cut.status_code, cut.json()["error"]["param"]) == (400, "prompt")
     assert http.get("/health").json() == {"status": "ok"}
-    assert [http.head(path).status_code for path in ("/health", "/ready")] == [200, 200]  # as wget --spider asks
+    for path in ("/health", "/ready", "/", "/metrics", "/openapi.json", "/v1/models", f"/v1/models/{NAME}"):
+        head = http.head(path)  # as wget --spider and monitors ask
+        assert (head.status_code, head.content) == (200, b""), path
+    assert http.head("/v1/models/none").status_code == 404
     assert http.get("/ready").json() == {"status": "ready"}
 
 

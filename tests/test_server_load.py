@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.fixtures import Bundles
-from tests.serving import Served, served, with_chat_template
+from tests.serving import NAME, Served, served, with_chat_template
 from tests.threads import wait_until
 
 LONG = {"prompt": "a", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
@@ -139,6 +139,43 @@ def test_large_bodies_are_in_hand_up_to_a_bound(folder: Path) -> None:
         wait_until(lambda: not refused(server), "what vanished clients had sent is still counted")
 
 
+def sent(url: str, body: dict[str, Any], version: str = "1.1") -> socket.socket:
+    """Sends a whole request, whose connection the client would keep."""
+    content = json.dumps(body).encode()
+    result = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60)
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
+    result.sendall(f"{head}{len(content)}\r\n\r\n".encode() + content)
+    return result
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_ends_its_side_is_answered(running: Served, stream: bool) -> None:
+    with sent(running.url, LONG | {"max_tokens": 40, "stream": stream}) as client:
+        client.shutdown(socket.SHUT_WR)
+        with client.makefile("rb") as file:
+            interim, answer = file.read().split(b"\r\n\r\n", 1)
+    assert interim == b"HTTP/1.1 100 Continue"
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b"connection: close" in answer
+    assert b'"finish_reason":"length"' in answer
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_is_gone_is_not_computed_for(running: Served, version: str, stream: bool) -> None:
+    engine, metrics = running.service.engine, running.service.metrics.registry
+    labels = {"model_name": NAME, "finished_reason": "abort"}
+
+    def aborted() -> float:
+        return metrics.get_sample_value("specexport:request_success_total", labels) or 0.0
+
+    before = aborted()
+    with sent(running.url, LONG | {"n": 8, "stream": stream}, version):
+        wait_until(lambda: engine.running, "the request is not taken")
+    running.idle()
+    wait_until(lambda: aborted() == before + 8, "the request went on")
+
+
 def test_unknown_endpoints_are_answered_with_those_there_are(running: Served) -> None:
     known = "POST /v1/completions, POST /v1/chat/completions, POST /v1/responses, POST /tokenize, GET /health"
     for method, path, status in (
@@ -152,7 +189,7 @@ def test_unknown_endpoints_are_answered_with_those_there_are(running: Served) ->
         assert (answer.status_code, error["type"], error["code"]) == (status, "invalid_request_error", "unknown_url")
         assert error["message"].startswith(f"there is no {method} {path}; there are GET /v1/models, ")
         assert known in error["message"]
-    assert answer.headers["Allow"] == "GET"
+    assert set(answer.headers["Allow"].split(", ")) == {"GET", "HEAD"}
 
 
 def test_full_queues_refuse_before_reading_the_body(folder: Path) -> None:

@@ -23,6 +23,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 from starlette.types import Scope
 
 from specexport import __version__
@@ -34,6 +35,7 @@ from specexport.options import ServerOptions
 from specexport.server import answers
 from specexport.server.chat import chat, chat_tokens, ending
 from specexport.server.completions import complete
+from specexport.server.connection import Connection
 from specexport.server.errors import ApiError, api_error
 from specexport.server.middleware import REQUEST_ID, Admission
 from specexport.server.requests import ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest
@@ -161,13 +163,11 @@ def create_app(
     async def tokenize(body: TokenizeRequest) -> answers.TokenizeResponse:
         return await _tokenize(service, body)
 
-    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> answers.Status:
         """Whether the server answers."""
         return answers.Status(status="ok")
 
-    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> answers.Status:
         """Whether the server takes requests."""
@@ -184,6 +184,9 @@ def create_app(
         answer = Response((_ASSETS / name).read_bytes(), headers=_PAGE_HEADERS, media_type=kind)
         app.add_api_route(path, lambda answer=answer: answer, include_in_schema=False)
     endpoints = [f"{verb.upper()} {path}" for path, verbs in app.openapi()["paths"].items() for verb in verbs]
+    for route in app.routes:  # the document, which is complete now, leaves HEAD out
+        if isinstance(route, Route) and route.methods is not None and "GET" in route.methods:
+            route.methods.add("HEAD")
     return app
 
 
@@ -251,7 +254,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, engine: AsyncEngine, *, shutdown_timeout: float, **config: Any) -> None:
-        super().__init__(uvicorn.Config(app, server_header=False, lifespan="off", **config))
+        super().__init__(uvicorn.Config(app, http=Connection, server_header=False, lifespan="off", **config))
         self._engine, self._shutdown_timeout = engine, shutdown_timeout
 
     @contextlib.contextmanager
