@@ -19,6 +19,11 @@ from specexport.contract.folders import expanded, home, remove, write_file
 
 Record = TypeVar("Record")
 
+_QUOTA = (
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+"""Linux' files with a container's microseconds of processor time a period, and the period: of cgroups v2, and of v1."""
 _UNUSED = 30 * 24 * 3600
 """Seconds after which unused entries are removed from the cache folder."""
 
@@ -46,8 +51,14 @@ def disable_telemetry() -> None:
 
 
 def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use; in a container with a quota of processor time, as many as the quota is worth."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for files in _QUOTA:
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+            quota, period = map(int, " ".join(Path(file).read_text(encoding="ascii") for file in files).split())
+            if quota > 0:
+                cores = min(cores, max(1, quota // period))
+    return cores
 
 
 def cpu_name() -> str:

@@ -11,10 +11,10 @@ import pytest
 from specexport.contract.model import CacheLayer
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
-from specexport.runtime import Engine, SamplingParams
+from specexport.runtime import Engine, SamplingParams, machine
 from specexport.runtime.backends.onnxruntime import session
 from specexport.runtime.backends.onnxruntime.cache import Rows
-from specexport.runtime.machine import remove_unused
+from specexport.runtime.machine import available_cores, remove_unused
 from specexport.runtime.speculative import PLAIN
 from tests.checkpoints import make_checkpoint
 from tests.ways import ways
@@ -110,3 +110,24 @@ def test_a_cache_of_many_slots_takes_memory_for_rows_that_are_there() -> None:
     assert not zeros.any()
     zeros[:, 1] = 1.0  # it can be written
     assert zeros.sum() == 4 * 2 * 256 * 16
+
+
+@pytest.mark.parametrize(
+    ("texts", "cores"),
+    [
+        (["250000 100000\n"], 2),
+        (["50000 100000\n"], 1),
+        (["max 100000\n"], 4),
+        (["300000\n", "100000\n"], 3),
+        (["-1\n", "100000\n"], 4),
+    ],
+)
+def test_a_containers_quota_counts_as_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], cores: int
+) -> None:
+    files = tuple(str(tmp_path / str(at)) for at in range(len(texts)))
+    for file, text in zip(files, texts, strict=True):
+        Path(file).write_text(text)
+    monkeypatch.setattr(machine, "_QUOTA", (("/none",), files))
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert available_cores() == cores

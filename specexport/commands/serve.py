@@ -23,6 +23,7 @@ from specexport.contract.reading import read_manifest
 from specexport.contract.values import counted, require_text
 from specexport.exporter.options import BuildSettings
 from specexport.options import ListenOptions, ServiceOptions
+from specexport.runtime.machine import available_cores
 
 _SOURCE = "--model"
 _MODEL = '''"""Triton's Python backend imports the model from here; specexport must be installed in its Python."""
@@ -111,7 +112,7 @@ def _on_ray(arguments: argparse.Namespace, settings: ListenOptions, keys: Sequen
     values = {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
     values |= {
         "bundle": str(Path(arguments.model).absolute()),
-        "threads": settings.threads or max(1, (os.cpu_count() or 1) // replicas),
+        "threads": settings.threads or max(1, available_cores() // replicas),
         "served_model_name": settings.served_model_name or (arguments.model,),
         "api_keys": tuple(keys),
     }
