@@ -191,7 +191,7 @@ def cached_bundle(
             "folder to keep it",
             stacklevel=2,
         )
-    with writing(root):
+    with _writing_cache(root):
         bundle.parent.mkdir(parents=True, exist_ok=True)
         with locked(bundle.parent / f".{bundle.name}.turn"):
             damaged = damage(bundle, check_hashes)
@@ -202,6 +202,18 @@ def cached_bundle(
                 remove_unused(root.glob("*/.*"), seconds=_ABANDONED_AFTER)
                 build(dict(options), bundle)
     return bundle
+
+
+@contextmanager
+def _writing_cache(root: Path) -> Iterator[None]:
+    """Turns errors of writing below the cache folder into errors that say how to choose another."""
+    try:
+        with writing(root):
+            yield
+    except BuildError as error:
+        if error.__cause__ is None or not str(error).startswith(str(root)):
+            raise
+        raise BuildError(f"{error}; SPECEXPORT_CACHE names the cache folder: set it to another one") from error
 
 
 def _is_usable(root: Path) -> bool:

@@ -223,13 +223,13 @@ def test_damaged_bundles_are_named_and_rebuilt(model: Path, harm: str) -> None:
 
 def test_a_cache_that_cannot_be_written_is_named(model: Path, cache: Path) -> None:
     cache.write_text("no folder")
-    with pytest.raises(BuildError, match=f"{cache}.*choose a place whose parents are folders"):
+    with pytest.raises(BuildError, match=f"{cache}.*; SPECEXPORT_CACHE names the cache folder: set it to"):
         cached_bundle({"target": str(model)}, Builds())
     cache.unlink()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(BuildError, match=f"{cache}.*too large; raise the limit"):
+        with pytest.raises(BuildError, match=f"{cache}.*too large; raise the limit.*; SPECEXPORT_CACHE names"):
             cached_bundle({"target": str(model)}, whole)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

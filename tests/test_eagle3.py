@@ -231,6 +231,7 @@ def test_layers_are_named_as_their_publishers_do(tmp_path: Path, target: Path, d
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm are both true"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, r"\[0, 1, 3\] layers .*, but the target has 2"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 1]}, r"\[1, 1, 1\] layers .*; expected each number once"),
         ({"rope_scaling": {"rope_type": "none"}}, "config.json: "),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "layer_types has 'sliding_attention'"),
         ({"fc_norm": True}, "no tensor 'fc_norm.0.weight'; expected it in an EAGLE-3 draft as config.json"),

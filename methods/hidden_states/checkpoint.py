@@ -169,6 +169,11 @@ class DraftOutline(ABC):
                 f"({'as none are named' if self.states is None else self.keys}), but the target has {layers}; this "
                 "draft was trained for another model"
             )
+        if len(set(seen)) < len(seen):  # vLLM and SGLang read the states after a layer once
+            raise BuildError(
+                f"{self.path / CONFIG}: the draft sees states after {list(seen)} layers "
+                f"({'as none are named' if self.states is None else self.keys}); expected each number once"
+            )
         return seen
 
     def stored(self) -> dict[str, StoredTensor]:
