@@ -23,14 +23,15 @@ ENGINES = {
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table.
+    r"""A Markdown table; ``|`` in a cell becomes ``\|``, as GitHub ends cells there even in code.
 
     Args:
         header: titles of the columns.
         rows: cells in row order; each row is as long as the header.
     """
     cells = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    lines = (" | ".join(cell.replace("|", r"\|") for cell in row) for row in cells)
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def load(name: str) -> Any:

@@ -17,8 +17,11 @@ from specexport.runtime.constraint import Grammars
 from specexport.runtime.speculative import PLAIN
 from specexport.server.request_parts import Function
 from specexport.server.tool_arguments import Marks
+from specexport.server.tool_notation import Notation
+from specexport.server.tools import GEMMA as GEMMA_FORM
 from specexport.server.tools import GLM as GLM_FORM
 from specexport.server.tools import GLM_COMPACT as GLM_COMPACT_FORM
+from specexport.server.tools import LFM2 as LFM2_FORM
 from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
 from specexport.server.tools import CallFormat, Calling, CallReader, call_format, template_tools, whole_calls
 from tests.fixtures import Bundles, Engines
@@ -133,7 +136,10 @@ def test_a_call_goes_back_into_the_prompt(family: Family, client: openai.OpenAI)
     assert len(counts) == 1
 
 
-def one_by_one(values: dict[str, str], marks: Marks) -> str:
+def one_by_one(values: dict[str, str], marks: Marks | Notation) -> str:
+    if isinstance(marks, Notation):
+        members = (f"{key}{marks.pairs[0]}{marks.literal(value)}" for key, value in values.items())
+        return f"{marks.brackets[0]}{marks.separator.join(members)}{marks.brackets[1]}"
     return "".join(f"{marks.begin.replace('KEY', key)}{value}{marks.after}" for key, value in values.items())
 
 
@@ -222,6 +228,63 @@ def test_parameters_that_are_written_one_by_one_are_read(
         output, more = reader.push(text[at : at + size], at + size >= len(text))
         assert not output
         pieces += more
+    (call,) = whole_calls(pieces)
+    assert call.function.name == "f"
+    assert json.loads(call.function.arguments) == values
+
+
+NESTED: dict[str, tuple[dict[str, Any], Any]] = {
+    key: value for key, value in VALUES.items() if key != "é <key"
+} | {
+    "sure": ({"type": "boolean"}, st.booleans()),
+    "items": ({"type": "array", "items": {"$ref": "#/$defs/thing"}}, st.lists(st.fixed_dictionaries({
+        "name": WORDS, "ok": st.none() | st.booleans()}).map(lambda thing: dict(sorted(thing.items()))), max_size=2)),
+    "any": ({}, st.sampled_from([None, True, "a", [1, "b"], {"a b": {"c": False}}])),
+}  # fmt: skip
+DEFINED = {
+    "item": {"type": "string"},
+    "thing": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "ok": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}},
+        "required": ["name", "ok"],
+    },
+}
+
+
+@pytest.mark.parametrize("form", [GEMMA_FORM, LFM2_FORM], ids=["Gemma", "LFM2"])
+@hypothesis.given(st.sets(st.sampled_from(sorted(NESTED))), st.sets(st.sampled_from(sorted(NESTED))), st.data())
+@hypothesis.settings(max_examples=60, database=None)
+def test_arguments_in_other_notations_are_read(
+    engine: Engines, form: CallFormat, used: set[str], optional: set[str], data: st.DataObject
+) -> None:
+    near, notation = engine("llama-near"), form.marks
+    assert isinstance(notation, Notation)
+    known = sorted(used | optional)
+    schema = {
+        "type": "object",
+        "properties": {key: NESTED[key][0] for key in known},
+        "required": [key for key in known if key in used and key not in optional],
+        "$defs": DEFINED,
+    }
+    values = {key: data.draw(NESTED[key][1]) for key in known if key in used}
+    members = []
+    for key, value in values.items():
+        as_json = key in ("short", "any")
+        written = json.dumps(value, ensure_ascii=False) if as_json else notation.literal(value)
+        if not notation.mark and key == "text" and data.draw(st.booleans()):
+            written = "'" + repr('"' + value)[2:]  # Python prefers single quotes around double ones
+        members.append(f"{key}{notation.pairs[0]}{written}")
+    arguments = notation.brackets[0] + notation.separator.join(members) + notation.brackets[1]
+    text = f"{form.begin}{form.opening[1:]}{form.head_of('f')}{arguments}{form.end}"
+    calling = Calling(form, [Function(name="f", parameters=schema)], forced=True, parallel=False)
+    bound = grammars(near).constraint("grammar", calling.grammar(), skip_special_tokens=False)
+    tokens = near.tokenizer.encode(text, add_special_tokens=False).ids
+    assert bound._matcher.try_consume_tokens(tokens) == len(tokens), text
+    assert bound._matcher.is_accepting()
+    size = data.draw(st.integers(1, len(text)))
+    reader, pieces = CallReader(calling), []
+    for at in range(0, len(text), size):
+        pieces += reader.push(text[at : at + size], at + size >= len(text))[1]
     (call,) = whole_calls(pieces)
     assert call.function.name == "f"
     assert json.loads(call.function.arguments) == values

@@ -169,8 +169,8 @@ MISTRAL_ARGS = Family(
     "[TOOL_CALLS]NAME[ARGS]ARGS",
     "`[TOOL_CALLS]name[ARGS]{json}`, with or without `[CALL_ID]`",
 )
-_TURNS = ("<start_of_turn>", "<end_of_turn>")
-GEMMA3 = Family("Gemma 3", _GEMMA, _TURNS, ("\n\n", "\n\n\n"), None, '{"name": "NAME", "arguments": ARGS}')
+_GEMMA_TURNS = ("<start_of_turn>", "<end_of_turn>")
+GEMMA3 = Family("Gemma 3", _GEMMA, _GEMMA_TURNS, ("\n\n", "\n\n\n"), None, '{"name": "NAME", "arguments": ARGS}')
 GPT_OSS = Family(
     "gpt-oss",
     _GPT_OSS,
@@ -180,7 +180,46 @@ GPT_OSS = Family(
     "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGS",
     "harmony: `commentary to=functions.name`; analysis is `reasoning_content`",
 )
-FAMILIES = (QWEN2, QWEN3, QWEN_CODER, GLM, GLM_COMPACT, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GEMMA3, GPT_OSS)
+_VALUE = (
+    "{% macro value(v) %}{% if v is string %}QUOTE{{ v }}QUOTE{% elif v is mapping %}{% for k in v %}{{ k }}PAIR"
+    "{{ value(v[k]) }}{% if not loop.last %}, {% endif %}{% endfor %}{% else %}{{ v }}{% endif %}{% endmacro %}"
+)
+GEMMA4 = Family(
+    "Gemma 4",
+    _VALUE.replace("QUOTE", '<|"|>').replace("PAIR", ":").replace(", ", ",")
+    + _NAMES
+    + _turns(
+        "<|turn>",
+        "\n",
+        "<turn|>\n",
+        "{{ '<|tool_call>call:' + c.function.name + '{' }}{{ value(c.function.arguments) }}}<tool_call|>",
+    ),
+    ("<|turn>", "<|tool_call>", "<tool_call|>", '<|"|>', "<turn|>"),
+    (),
+    "<|tool_call>",
+    "<|tool_call>call:NAMEPARAMETERS<tool_call|>",
+    '`<|tool_call>call:name{key:<|"|>text<|"|>,…}`, keys in alphabetical order',
+)
+LFM2 = Family(
+    "LFM2.5",
+    _VALUE.replace("QUOTE", "'").replace("PAIR", "=")
+    + _NAMES
+    + _turns(
+        "<|im_start|>",
+        "\n",
+        "<|im_end|>\n",
+        "{{ '<|tool_call_start|>[' + c.function.name + '(' }}{{ value(c.function.arguments) }}"
+        "{{ ')]<|tool_call_end|>' }}",
+    ),
+    ("<|im_start|>", "<|tool_call_start|>", "<|tool_call_end|>", "<|im_end|>"),
+    (),
+    "<|tool_call_start|>",
+    "<|tool_call_start|>[NAMEPARAMETERS]<|tool_call_end|>",
+    "`<|tool_call_start|>[name(key=value, …), …]`, values as in Python",
+)
+FAMILIES = (
+    QWEN2, QWEN3, QWEN_CODER, GLM, GLM_COMPACT, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GEMMA3, GEMMA4, LFM2, GPT_OSS
+)  # fmt: skip
 
 
 def family_bundle(family: Family, bundle: Path, folder: Path) -> Path:

@@ -15,9 +15,9 @@ from specexport.server.request_parts import Function, quote
 
 _KEY = "[^>\n]+"
 _STATED = {"type", "enum", "const", "title", "description", "default", "examples"}
-_DEFINITIONS = ("$defs", "definitions")
+DEFINITIONS = ("$defs", "definitions")
 """Keys of definitions to which parts of a schema may refer."""
-_COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "dependentSchemas")
+COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "dependentSchemas")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,49 @@ class Marks:
         """Matches the text before a value, with the name as its first group."""
         return re.compile(re.escape(self.begin).replace("KEY", f"({_KEY})"))
 
+    def head(self, begin: str, pattern: str) -> str:
+        """The regular expression of a call up to its arguments, from the one that names the function."""
+        return rf"{re.escape(begin)}{pattern}(?=<)"  # where parameters or the call's end begin
+
+    def rules(self, name: str, tool: Function, options: dict[str, Any]) -> tuple[str, list[str]]:
+        """The parameters of a tool in llguidance's dialect of Lark: an expression and the rules that it uses.
+
+        ``name`` is the prefix of the names of rules; ``options`` are llguidance's options for JSON.
+        """
+        schema = tool.parameters
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        wrong = next((key for key in COMBINED if key in schema), None)
+        keys = [*properties] if isinstance(properties, dict) else []
+        if wrong is None and isinstance(required, list):
+            wrong = next((key for key in [*keys, *required] if key not in keys or not re.fullmatch(_KEY, key)), None)
+        if wrong is not None:
+            raise RequestError(
+                f"tools: the parameters of {tool.name} have {wrong!r}, and the model writes parameters one by one by "
+                "their names; expected properties of an object with names of one line, without '>'",
+                param="tools",
+            )
+        parts, grammar = [], []
+        for at, (key, value) in enumerate(properties.items()):
+            rule = f"{name}_{at}"
+            optional = "" if key in required else "?"
+            parts.append(f"{rule}{optional}")
+            begin = quote(self.begin.replace("KEY", key))
+            text, nullable = without_null(value)
+            if not is_text(text, self.after):
+                whole = options | {kind: schema[kind] for kind in DEFINITIONS if kind in schema}
+                stated = json.dumps(whole | value if isinstance(value, dict) else value)
+                grammar.append(f"{rule}: {begin} %json {stated} {quote(self.after)}")
+            elif values := text.get("enum", [text["const"]] if "const" in text else []):
+                values = [*values, "null"] if nullable else values
+                grammar.append(f"{rule}: {begin} ({' | '.join(map(quote, values))}) {quote(self.after)}")
+            else:
+                grammar += [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: /(.|\\n)*/ {quote(self.after)}"]
+        return " ".join(parts), grammar
+
+    def reader(self, tool: Function | None) -> ParameterReader:
+        """A reader of a call's arguments."""
+        return ParameterReader(tool, self)
+
 
 QWEN_CODER = Marks("<parameter=KEY>\n", "\n</parameter>\n", "</function>")
 GLM = Marks("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>")
@@ -54,7 +97,7 @@ def is_text(schema: Any, after: str) -> bool:
     return schema.get("type", "string" if values else None) == "string" and texts
 
 
-def _without_null(schema: Any) -> tuple[Any, bool]:
+def without_null(schema: Any) -> tuple[Any, bool]:
     """A schema without the alternative null, and whether it had one, as optional texts have."""
     if not isinstance(schema, dict):
         return schema, False
@@ -73,42 +116,6 @@ def _without_null(schema: Any) -> tuple[Any, bool]:
     values = narrowed.get("enum", [narrowed.get("const")])
     readable = isinstance(values, list) and "null" not in values  # as null and "null" are written alike
     return (narrowed, True) if readable else (schema, False)
-
-
-def rules(name: str, tool: Function, marks: Marks, options: dict[str, Any]) -> tuple[str, list[str]]:
-    """The parameters of a tool in llguidance's dialect of Lark: an expression and the rules that it uses.
-
-    ``name`` is the prefix of the names of rules; ``options`` are llguidance's options for JSON.
-    """
-    schema = tool.parameters
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    wrong = next((key for key in _COMBINED if key in schema), None)
-    keys = [*properties] if isinstance(properties, dict) else []
-    if wrong is None and isinstance(required, list):
-        wrong = next((key for key in [*keys, *required] if key not in keys or not re.fullmatch(_KEY, key)), None)
-    if wrong is not None:
-        raise RequestError(
-            f"tools: the parameters of {tool.name} have {wrong!r}, and the model writes parameters one by one by their "
-            "names; expected properties of an object with names of one line, without '>'",
-            param="tools",
-        )
-    parts, grammar = [], []
-    for at, (key, value) in enumerate(properties.items()):
-        rule = f"{name}_{at}"
-        optional = "" if key in required else "?"
-        parts.append(f"{rule}{optional}")
-        begin = quote(marks.begin.replace("KEY", key))
-        text, nullable = _without_null(value)
-        if not is_text(text, marks.after):
-            whole = options | {kind: schema[kind] for kind in _DEFINITIONS if kind in schema}
-            stated = json.dumps(whole | value if isinstance(value, dict) else value)
-            grammar.append(f"{rule}: {begin} %json {stated} {quote(marks.after)}")
-        elif values := text.get("enum", [text["const"]] if "const" in text else []):
-            values = [*values, "null"] if nullable else values
-            grammar.append(f"{rule}: {begin} ({' | '.join(map(quote, values))}) {quote(marks.after)}")
-        else:
-            grammar += [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: /(.|\\n)*/ {quote(marks.after)}"]
-    return " ".join(parts), grammar
 
 
 class ParameterReader:
@@ -144,7 +151,7 @@ class ParameterReader:
         if begin is None:
             return "", 0
         key = begin[1]
-        schema, nullable = _without_null(self._properties.get(key, {"type": "string"}))
+        schema, nullable = without_null(self._properties.get(key, {"type": "string"}))
         self._plain = is_text(schema, self._marks.after)
         self._nullable = nullable and self._plain
         before, self._first = ("{" if self._first else ", "), False

@@ -11,7 +11,7 @@ from typing import Any
 
 from specexport.contract.errors import RequestError
 from specexport.runtime.text import overlap
-from specexport.server import tool_arguments
+from specexport.server import tool_arguments, tool_notation
 from specexport.server.answers import AssistantCall, FunctionCall
 from specexport.server.request_parts import Function, FunctionName, quote
 from specexport.server.requests import ConversationRequest
@@ -29,7 +29,7 @@ class CallFormat:
         between: text between two calls; None for the end, a line break and the mark again.
         head: regular expression of a call up to its arguments, with ``NAME`` and ``ARGUMENTS``.
         tail: text of a call after its arguments.
-        marks: those of each argument, if arguments are written one by one; None if they are JSON.
+        marks: how arguments are written if they are not JSON.
         id_length: number of letters and digits of a call's id, if the model's template requires it.
     """
 
@@ -40,7 +40,7 @@ class CallFormat:
     between: str | None = None
     head: str = r'\{"name": "NAME", "ARGUMENTS": '
     tail: str = "}"
-    marks: tool_arguments.Marks | None = None
+    marks: tool_arguments.Marks | tool_notation.Notation | None = None
     id_length: int | None = None
 
     @property
@@ -70,6 +70,23 @@ HARMONY = CallFormat(
     tail="",
 )
 """gpt-oss: an answer consists of messages in channels, of which the last may be a call."""
+GEMMA = CallFormat(
+    begin="<|tool_call>",
+    end="<tool_call|>",
+    between="<tool_call|><|tool_call>",
+    head="call:NAME",
+    tail="",
+    marks=tool_notation.GEMMA,
+)
+LFM2 = CallFormat(
+    begin="<|tool_call_start|>",
+    end="]<|tool_call_end|>",
+    opening=r"\[",
+    between=", ",
+    head="NAME",
+    tail="",
+    marks=tool_notation.PYTHON,
+)
 _FINAL = "<|channel|>final<|message|>"
 _PLAIN = CallFormat("arguments")
 """For models without tools, whose answers can still be constrained to calls."""
@@ -90,6 +107,10 @@ def call_format(template: str) -> CallFormat | None:
         return HARMONY
     if "[TOOL_CALLS]" in template:
         return MISTRAL_ID if "[CALL_ID]" in template else MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
+    if "<|tool_call>call:" in template:
+        return GEMMA
+    if LFM2.begin in template:  # from 2.5: earlier templates leave calls out of conversations
+        return LFM2
     if match := re.search(r"<tool_call>\{function-name\}(\n?)<arg_key>", template):
         return GLM if match[1] else GLM_COMPACT  # to 4.6, and from 4.7
     # Others write <arg_key> in other ways, MiniMax-M3 calls in <invoke>, Apriel all calls as a list in <tool_calls>.
@@ -128,9 +149,7 @@ class Calling:
             head = _pattern(form.head_of(re.escape(tool.name)))
             arguments, rules = f"%json {json.dumps(_OBJECT | tool.parameters)}", list[str]()
             if form.marks is not None:
-                arguments, rules = tool_arguments.rules(
-                    f"call_{at}", tool, form.marks, {"x-guidance": _OBJECT["x-guidance"]}
-                )
+                arguments, rules = form.marks.rules(f"call_{at}", tool, {"x-guidance": _OBJECT["x-guidance"]})
             calls += [f"call_{at}: {head} {arguments} {_literal(form.tail)}", *rules]
         if form is HARMONY:
             lines = ["start: call"] if self.forced else _MESSAGES
@@ -221,8 +240,8 @@ class CallReader:
         # Two groups for a head with two alternative places of the name.
         name, again = _NAME, _NAME.replace("name", "again", 1)
         pattern = calling.format.head_of(name)
-        if calling.format.marks is not None:  # a name may end where its parameters or the call's end begin
-            pattern = rf"{re.escape(calling.format.begin)}{pattern}(?=<)"
+        if calling.format.marks is not None:
+            pattern = calling.format.marks.head(calling.format.begin, pattern)
         self._head_pattern = re.compile(again.join(pattern.rsplit(name, 1)) if pattern.count(name) > 1 else pattern)
         self._text, self._thoughts = "", ""
         harmony = calling.format is HARMONY
@@ -288,7 +307,7 @@ class CallReader:
         name = next(filter(None, head.groupdict().values()))
         self._reading = self._arguments
         if self._format.marks is not None:
-            self._parameters = tool_arguments.ParameterReader(self._tools.get(name), self._format.marks)
+            self._parameters = self._format.marks.reader(self._tools.get(name))
             self._reading = self._separate_arguments
         self.calls += 1
         function = FunctionCall(name=name, arguments="")
