@@ -341,7 +341,7 @@ def check_files(
         if not path.is_file():
             raise BundleError(f"{path}: missing; the bundle is incomplete, copy or build it again")
         if not any(map(path.resolve().is_relative_to, roots)):
-            raise BundleError(f"{path}: leads outside the bundle to {path.resolve()}; refusing to load it")
+            raise BundleError(f"{path}: leads outside the bundle to {path.resolve()}; copy that file here")
         size = path.stat().st_size
         if size != entry.size:
             raise BundleError(

@@ -22,7 +22,7 @@ from specexport.contract.values import require_text, shown
 from specexport.exporter.options import BuildSettings
 from specexport.options import EngineOptions
 from specexport.runtime import Engine, SamplingParams, Stream, TokenLogprobs
-from specexport.runtime.chat import Message
+from specexport.runtime.chat import ChatTemplate, Message
 from specexport.runtime.prompt import Prompt
 from specexport.runtime.speculative import DEFAULT, Speculative, SpeculativeLike
 from specexport.runtime.text import encode_text
@@ -155,10 +155,7 @@ class Frontend:
         Raises:
             RequestError: the model has no chat template, or its template refuses the messages.
         """
-        template = self.engine.chat_template
-        if template is None:
-            raise RequestError("messages: the model has no chat template; send a prompt instead", param="messages")
-        text = template.render(
+        text = self.require_chat_template().render(
             messages,
             variables,
             add_generation_prompt=add_generation_prompt,
@@ -166,6 +163,16 @@ class Frontend:
             name=name,
         )
         return self.encode(text, add_special_tokens=False, param="messages")
+
+    def require_chat_template(self) -> ChatTemplate:
+        """The model's chat template.
+
+        Raises:
+            RequestError: it has none.
+        """
+        if self.engine.chat_template is None:
+            raise RequestError("messages: the model has no chat template; send a prompt instead", param="messages")
+        return self.engine.chat_template
 
     def tokens(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a prompt; see :meth:`encode` and :class:`~specexport.runtime.prompt.PromptEncoder`."""

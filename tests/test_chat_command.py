@@ -266,6 +266,9 @@ def test_commands_affect_later_turns(
         ("/save\n", "expected /save FILE"),
         ("/save {exists}\n", "it exists already; name another file"),
         ("/save {exists}/inside\n", "name another file"),
+        ('/save "{exists}"\n', "specexport.json: it exists already; name another file"),
+        (f"/save {'n' * 300}\n", "File name too long; name another file"),
+        ("/save a\0b\n", "name another file"),
         ("word " * 3000 + "\n", "the context holds 512 tokens"),
     ],
 )

@@ -652,6 +652,13 @@ def test_the_servers_own_deadline_holds(folder: Path) -> None:
 # --- chat templates ---------------------------------------------------------------------------------------------------
 
 
+def test_a_model_without_a_template_is_named_before_its_tools(bundle: Bundles) -> None:
+    with served(bundle("llama-near")) as bare:
+        body = {"messages": CHAT, "tools": [TOOL]}
+        error = httpx.post(f"{bare.url}/v1/chat/completions", json=body).json()["error"]
+    assert (error["param"], "has no chat template" in error["message"]) == ("messages", True)
+
+
 def test_parts_of_a_message_are_lines_of_a_text(tiny: Served, client: openai.OpenAI) -> None:
     parts: Any = [{"type": "text", "text": "one two"}, {"type": "text", "text": "three"}]
     lines: Any = [{"role": "user", "content": "one two\nthree"}]

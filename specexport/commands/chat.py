@@ -312,14 +312,19 @@ class Session:
         """FILE: Write the conversation as JSON, with messages as in OpenAI's API."""
         if not name:
             raise RequestError("/save: no file; expected /save FILE")
+        if name[0] == name[-1] in ('"', "'"):  # as in a shell
+            name = name[1:-1]
         path = expanded(name, RequestError)
-        if path.exists() and path.resolve() not in self._saved:
-            raise RequestError(f"/save {name}: it exists already; name another file")
         text = json.dumps({"messages": self._conversation.messages}, ensure_ascii=False, indent=2)
         try:
-            write_file(path, f"{text}\n".encode())
-        except OSError as error:
-            raise RequestError(f"/save {name}: {error.strerror or error}; name another file") from error
+            foreign = path.exists() and path.resolve() not in self._saved
+            if not foreign:
+                write_file(path, f"{text}\n".encode())
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else None
+            raise RequestError(f"/save {name}: {reason or error}; name another file") from error
+        if foreign:
+            raise RequestError(f"/save {name}: it exists already; name another file")
         self._saved.add(path.resolve())
         self._terminal.notice(f"Saved {counted(len(self._conversation.turns), 'turn')} to {path}")
 

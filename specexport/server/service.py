@@ -101,9 +101,8 @@ class Service:
 
     def calling(self, body: ConversationRequest) -> Calling | None:
         """The calls that a request's answer may make; see :func:`~specexport.server.tools.calling`."""
-        template = self.frontend.engine.chat_template
-        source = "" if template is None else template.source(body.chat_template, tools=bool(body.offered))
-        result = calling(body, source)
+        template = self.frontend.require_chat_template()
+        result = calling(body, template.source(body.chat_template, tools=bool(body.offered)))
         if result is None or not body.skip_special_tokens:
             return result
         return replace(result, hidden=self._special_tokens)
