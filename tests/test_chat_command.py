@@ -238,7 +238,7 @@ def test_commands_affect_later_turns(
 ) -> None:
     file = tmp_path / "chat.json"
     text = (
-        "/stats\n/system Be brief.\none two three\n/reset\n/method plain\none two three\n/method\n/stats\n/system\n"
+        '/stats\n/system "Be brief."\none two three\n/reset\n/method plain\none two three\n/method\n/stats\n/system\n'
         f'/save {file}\n/save {file}\n/system ""\n/help\n /reset\n/etc/passwd\n/bye\nnever\n'
     )
     code, out, err = piped(text, [str(folder), *GREEDY, "-n", "8"], monkeypatch, capsys)

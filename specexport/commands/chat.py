@@ -268,7 +268,8 @@ class Session:
     def _system(self, text: str) -> None:
         """[TEXT]: Show the system prompt, or set it for the next answers; "" for none."""
         if text:
-            self._conversation.instruct("" if text in ('""', "''") else text)
+            quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+            self._conversation.instruct(text[1:-1] if quoted else text)
         self._terminal.notice(f"System prompt: {self._conversation.system or 'none but what the template may have'}")
 
     def _reset(self, _: str) -> None:
