@@ -71,6 +71,8 @@ def test_bench(bundle: Bundles, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "yes: 72 tokens" in shown
     for more, status, reason in (
         (["--methods", "medusa"], 1, "--methods has 'medusa'; the bundle has draft_model, ngram"),
+        (["--methods", "plain"], 1, "and default; plain decoding is always measured"),
+        (["--plot", "x.png"], 2, "--plot is x.png, but HTML is written; name it x.html"),
         (["--prompts", "0"], 2, "--prompts is 0; expected a whole number >= 1"),
         (["-n", "500"], 1, "do not fit this bundle's context of 512"),
     ):

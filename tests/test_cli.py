@@ -100,6 +100,8 @@ def test_trees_of_methods_over_text(bundle: Bundles, tmp_path: Path, capsys: pyt
     assert main(["draw", plain, "-o", str(tmp_path / "tree.svg")]) == 1
     assert "built without a method; name one of hypothesis, ngram, suffix as --method" in capsys.readouterr().err
     assert not (tmp_path / "tree.svg").exists()
+    assert main(["draw", "mc_sim_7b_63", "-o", "tree.pdf"]) == 1
+    assert "--output is tree.pdf, but SVG is written; name it tree.svg" in capsys.readouterr().err
     for name, method in (("dice-ngram", "ngram"), ("qwen3-lookahead", "lookahead")):
         assert main(["tune", "tree", str(bundle(name)), "--dry-run", "--data", str(tmp_path / "any")]) == 1
         assert f"--method is '{method}', whose steps follow from its options" in capsys.readouterr().err

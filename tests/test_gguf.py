@@ -1,6 +1,7 @@
 """GGUF files: what they hold is built as it is; transformers reading the same file is the oracle."""
 
 import contextlib
+import errno
 import json
 import math
 import shutil
@@ -156,6 +157,17 @@ def test_of_several_models_one_is_to_be_named(small: Path, tmp_path: Path) -> No
     )
     with pytest.raises(BuildError, match="no such file"):
         locate(str(tmp_path / "other.gguf"))
+
+
+def test_too_little_memory_for_a_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    file = tmp_path / "model.gguf"
+    file.write_bytes(bytes(30))
+    monkeypatch.setattr("specexport.exporter.checkpoints.gguf.header.mmap.mmap", refuse)
+    with pytest.raises(BuildError, match=r"^there is not enough memory$"):
+        read_header([file])
 
 
 def test_repositories_of_the_hub(small: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from specexport.contract.errors import UNREADABLE, BuildError, explained
+from specexport.contract.folders import describe_error
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -32,7 +33,7 @@ def read_object(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         content = path.read_bytes() if size <= _MAX_FILE else b""
     except OSError as error:
-        raise BuildError(f"{path}: cannot be read: {error.strerror}") from error
+        raise BuildError(describe_error(error, path)) from error
     if size > _MAX_FILE:
         raise BuildError(f"{path}: {size} bytes; expected at most {_MAX_FILE}")
     try:

@@ -197,7 +197,11 @@ def compare(
     defaults = [method for method in engine.methods.values() if not method.takes_hypothesis]
     for name in names:
         if name not in engine.methods and not (name == DEFAULT and engine.methods):
-            raise RequestError(f"--methods has {name!r}; the bundle has {', '.join(engine.methods)}", param="method")
+            raise RequestError(
+                f"--methods has {name!r}; the bundle has {', '.join(engine.methods)}, and {DEFAULT}; plain decoding is "
+                "always measured",
+                param="method",
+            )
         methods[name] = defaults[0] if name == DEFAULT else engine.methods[name]
     for task in tasks:
         if len(task.prompt) + max_tokens > manifest.max_seq_len:

@@ -41,6 +41,7 @@ def draw_command(command: DrawOptions) -> int:
     Example:
         specexport draw mc_sim_7b_63 -o tree.svg
     """
+    report.check_suffix("--output", command.output, ".svg")
     tree = tree_of(command.tree, command.method)
     if str(command.output) == "-":
         print(svg(tree), end="")

@@ -39,10 +39,21 @@ def asset(name: str) -> str:
     return Path(__file__).with_name("assets").joinpath(name).read_text(encoding="utf-8")
 
 
+_FORMATS = {".html", ".svg", ".png", ".jpg", ".jpeg", ".pdf", ".json", ".csv", ".md", ".txt"}
+"""Suffixes that name a format."""
+
+
+def check_suffix(flag: str, path: Path, suffix: str) -> None:
+    """Refuses the name of another format than the one that is written."""
+    if path.suffix.lower() in _FORMATS - {suffix}:
+        raise RequestError(f"{flag} is {path}, but {suffix[1:].upper()} is written; name it {path.with_suffix(suffix)}")
+
+
 def check_path(flag: str, path: Path | None) -> None:
     """Refuses a path that cannot be written, before the report takes hours."""
     if path is None:
         return
+    check_suffix(flag, path, ".html")
     parent = path.absolute().parent
     if path.is_dir() or not parent.is_dir():
         raise RequestError(f"{flag} is {path}; expected a file to write, in an existing folder")

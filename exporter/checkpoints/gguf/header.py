@@ -18,6 +18,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, ReaderField
 
 from specexport.contract.errors import BuildError
+from specexport.contract.folders import describe_error
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MAX_FIELDS, _MAX_TENSORS, _MAX_DIMENSIONS = 1 << 16, 1 << 17, 4
@@ -121,7 +122,7 @@ def _read(path: Path) -> Header:
                 raise BuildError(f"{path}: {size} bytes; expected a GGUF file; {_FETCH}")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise BuildError(f"{path}: cannot be read: {error}") from error
+        raise BuildError(describe_error(error, path)) from error
     return _Reader(path, mapped).header()
 
 
