@@ -54,6 +54,7 @@ pytestmark = [pytest.mark.exporter, pytest.mark.slow]
         ("medusa", {"lora_rank": 4, "stage": 2, "tune": "full"}, "--lora-rank was given with --tune full"),
         ("medusa", {"target": "/nowhere"}, "/nowhere: no such folder"),
         ("medusa", {"data": []}, "--data: no files"),
+        ("medusa", {"output": Path("/usr"), "overwrite": True}, r"/usr: exists and was not trained here \(no training"),
         ("mlp_speculator", {"n_predict": 0}, "n_predict is 0; expected a whole number from 1 to 16"),
         ("mlp_speculator", {"n_predict": 15, "seq_len": 16}, "--n-predict is 15; expected 1 to 14, two less than"),
         ("mlp_speculator", {"inner_dim": 8}, "inner_dim is 8; expected a whole number >= 16"),

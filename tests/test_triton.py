@@ -61,7 +61,12 @@ def test_repositories_are_written_atomically(
     assert "no such folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     copy = shutil.copytree(repository, tmp_path / "copy")
-    (copy / "old").touch()
+    (copy / "tiny" / "old").touch()
+    (copy / "another").mkdir()
+    for wrong, name, reason in ((copy, "tiny", "has 'another'"), (tmp_path, "copy", "has no model 'copy'")):
+        assert main([*export, str(wrong), "--name", name, "--overwrite"]) == 1
+        assert f"{reason}; --overwrite replaces a repository of this model alone" in capsys.readouterr().err
+    (copy / "another").rmdir()
     assert main([*export, str(copy), "--name", "tiny", "--overwrite"]) == 0
     assert sorted(path.relative_to(copy) for path in copy.rglob("*")) == before
 

@@ -20,6 +20,8 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
 Optimizer = Literal["adamw", "muon"]
 LEARNING_RATES: dict[Optimizer, float] = {"adamw": 3e-4, "muon": 4e-3}
 """Default learning rates of drafts by optimizer."""
+RECORD = "training.json"
+"""The file of an output that says how it was trained."""
 _MIN_CONTINUATION = 8
 """Minimum number of tokens of a continuation."""
 _data, training_option, draft_option, ahead_option = (
@@ -89,6 +91,8 @@ class RunOptions(Options, frozen=True, kw_only=True):
                 raise TrainError(f"{flag}: {path}: {problem}; expected a file of text, .jsonl or .json")
         if self.output.exists() and not self.overwrite:
             raise TrainError(f"{self.output}: exists already; choose another folder or pass --overwrite to replace it")
+        if self.output.exists() and not (self.output / RECORD).is_file():
+            raise TrainError(f"{self.output}: exists and was not trained here (no {RECORD}); not replacing it")
         for name, why in self.unused():
             if getattr(self, name) != options(type(self))[name].default:
                 raise TrainError(f"{dashed(name)} was given {why}; leave it out")

@@ -25,7 +25,7 @@ from specexport.exporter.checkpoints.stored import share_weights
 from specexport.training.data import Windows, read_windows, sampled_windows
 from specexport.training.distill import sample_texts
 from specexport.training.loop import Log, Loss, Schedule, train
-from specexport.training.options import O, RunOptions
+from specexport.training.options import RECORD, O, RunOptions
 
 _SETTINGS = "settings.json"
 _MEASURED_TEXTS = 64
@@ -248,7 +248,7 @@ class Run(Generic[O]):
         """Context of a folder that becomes the output, with the record, if the block succeeds."""
         with written_beside(self.options.output, overwrite=self.options.overwrite) as folder:
             yield folder
-            (folder / "training.json").write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
+            (folder / RECORD).write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -159,6 +159,14 @@ def export_command(command: ExportOptions) -> int:
         raise BuildError(f"the model's name is {name!r}; expected letters, digits, '_', '.' and '-': give it as --name")
     if command.output.exists() and not command.overwrite:
         raise BuildError(f"{command.output}: exists already; choose another folder or pass --overwrite to replace it")
+    if command.output.exists():
+        others = {path.name for path in command.output.iterdir()} - {name, "README.md"}
+        if others or not (command.output / name / "1" / "model.json").is_file():
+            found = f"{min(others)!r}" if others else f"no model {name!r}"
+            raise BuildError(
+                f"{command.output}: exists and has {found}; --overwrite replaces a repository of this model alone. "
+                f"Export to a new folder, and move {name} into the repository"
+            )
     with written_beside(command.output, overwrite=command.overwrite) as folder:
         version = folder / name / "1"
         shutil.copytree(command.bundle, version / "bundle", ignore=shutil.ignore_patterns(".*"))
