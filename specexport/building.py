@@ -66,9 +66,10 @@ def needs_extra(doing: str, extra: str) -> Iterator[None]:
         reason: BaseException = error
         while reason.__cause__ is not None:  # transformers hides which of its imports failed
             reason = reason.__cause__
-        raise BuildError(
-            f"{doing} needs the [{extra}] extra ({reason}); install it with: pip install 'specexport[{extra}]'"
-        ) from error
+        remedy = f"install it with: pip install 'specexport[{extra}]'"
+        if not isinstance(reason, ImportError):  # such as an AttributeError of a namespace
+            remedy = f"one of its libraries fails; see whether a file or folder in {Path.cwd()} has a library's name"
+        raise BuildError(f"{doing} needs the [{extra}] extra ({reason}); {remedy}") from error
 
 
 def exporter() -> types.ModuleType:

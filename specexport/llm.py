@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -225,19 +228,41 @@ class LLM:
             ncols=size.columns,
             nrows=size.lines,
         )
-        with ThreadPoolExecutor(self._frontend.engine.slots) as pool, bar:
-            futures = [pool.submit(complete, stream) for stream in streams]
+        waiting = deque(enumerate(streams))
+        ended: SimpleQueue[tuple[int, Completion | BaseException]] = SimpleQueue()
+
+        def work() -> None:
+            with contextlib.suppress(IndexError):
+                while True:
+                    at, stream = waiting.popleft()
+                    try:
+                        ended.put((at, complete(stream)))
+                    except BaseException as error:  # raised again in the thread that waits
+                        ended.put((at, error))
+
+        # Daemon threads, not a pool: Python would wait for its requests as it ends, and take none from then on.
+        count = min(len(streams), self._frontend.engine.slots)
+        threads = [threading.Thread(target=work, name="specexport-request", daemon=True) for _ in range(count)]
+        completions: dict[int, Completion] = {}
+        with bar:
             try:
-                for future in as_completed(futures):
-                    future.result()
+                for thread in threads:
+                    thread.start()
+                while len(completions) < len(streams):
+                    at, result = ended.get()
+                    if isinstance(result, BaseException):
+                        raise result
+                    completions[at] = result
                     bar.update()
             except BaseException:
-                # The block waits for the threads at its end, so running requests must end soon.
-                for future, stream in zip(futures, streams, strict=True):
-                    future.cancel()
+                waiting.clear()
+                for stream in streams:
                     stream.cancel()
                 raise
-        return [future.result() for future in futures]
+            finally:
+                for thread in filter(threading.Thread.is_alive, threads):
+                    thread.join()
+        return [completions[at] for at in range(len(streams))]
 
     def _output(self, index: int, params: SamplingParams, result: Completion) -> CompletionOutput:
         logprobs = None if params.logprobs is None else list(map(self._frontend.by_token, result.logprobs))

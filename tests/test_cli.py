@@ -165,7 +165,7 @@ def test_of_two_names_an_error_has_the_commands_flag(words: list[str], flag: str
 
 
 def test_a_missing_extra_names_what_failed() -> None:
-    message = r"\[train\] extra \(module 'a' has no attribute 'b'\)"
+    message = r"\[train\] extra \(module 'a' has no attribute 'b'\); one of its libraries fails; see whether a file or"
     with pytest.raises(BuildError, match=message), needs_extra("it", "train"):
         raise ImportError("hidden") from AttributeError("module 'a' has no attribute 'b'")
 

@@ -396,3 +396,25 @@ def test_medusa_draft_and_hypothesis_are_built_by_their_configs(
         (plain,) = first.generate([[5, 6, 5]], GREEDY, use_tqdm=False, speculative={"num_speculative_tokens": 0})
         assert drafted.outputs[0].metrics.drafted > 0 == plain.outputs[0].metrics.drafted
         assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("daemon", "printed"),
+    [(True, ""), (False, "done\n")],
+    ids=["a daemon thread", "a thread that outlives the main one"],
+)
+def test_a_process_ends_with_its_threads(bundle: Bundles, daemon: bool, printed: str) -> None:
+    code = (
+        "import sys, threading, time; from specexport import LLM, SamplingParams\n"
+        "llm = LLM(bundle=sys.argv[1], calibrate=False, threads=1)\n"
+        "params = SamplingParams(max_tokens=400, ignore_eos=True)\n"
+        "def generate():\n"
+        f"    time.sleep({0.0 if daemon else 0.3})\n"
+        f"    llm.generate([[5, 6]] * {400 if daemon else 2}, params, use_tqdm=False)\n"
+        "    print('done')\n"
+        f"threading.Thread(target=generate, daemon={daemon}).start()\n"
+        f"time.sleep({0.2 if daemon else 0.0})\n"
+    )
+    words = [sys.executable, "-c", code, str(bundle("llama-near"))]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
