@@ -19,6 +19,7 @@ from specexport.contract.model import CacheLayer, Model, StateLayer
 from specexport.exporter.checkpoints.config import load_causal_lm, quantized_in, read_model_config, require_stored
 from specexport.exporter.checkpoints.generation import read_generation
 from specexport.exporter.checkpoints.locate import locate
+from specexport.exporter.checkpoints.quiet import failing_as
 from specexport.exporter.checkpoints.stored import StoredTensor
 from specexport.graphs.attention import ATTENTION_NAME, PassThroughCache, Probe, lowering, sample_masks
 from specexport.graphs.experts import EXPERTS_NAME
@@ -81,7 +82,15 @@ def load_checkpoint(source: str) -> Checkpoint:
     generation, eos = read_generation(path, config)
     require_stored(path, config)
     family = str(config.model_type)
-    try:
+
+    def describe(error: Exception) -> str:
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            reason = "is not supported: it does not use transformers' attention interface"
+        else:
+            reason = f"could not be loaded: {'no ' if isinstance(error, KeyError) else ''}{error}"
+        return f"{path}: model family '{family}' {reason}"
+
+    with failing_as(describe):
         model, loaded, tensors = load_causal_lm(
             path,
             config,
@@ -91,16 +100,6 @@ def load_checkpoint(source: str) -> Checkpoint:
             experts_implementation=EXPERTS_NAME,
         )
         model.eval()
-    except BuildError:
-        raise
-    except KeyError as error:
-        if error.args != (ATTENTION_NAME,):
-            raise BuildError(f"{path}: model family '{family}' could not be loaded: no {error}") from error
-        raise BuildError(
-            f"{path}: model family '{family}' is not supported: it does not use transformers' attention interface"
-        ) from error
-    except Exception as error:  # model code raises exceptions of any kind
-        raise BuildError(f"{path}: model family '{family}' could not be loaded: {error}") from error
     if loaded["missing_keys"]:  # transformers would initialize them at random
         raise BuildError(
             f"{path}: the weights lack {min(loaded['missing_keys'])!r}, which {path / 'config.json'} asks for; "

@@ -32,7 +32,7 @@ from specexport.exporter.checkpoints.gguf.folder import header_of
 from specexport.exporter.checkpoints.gguf.tensors import format_of, tensors_of
 from specexport.exporter.checkpoints.locate import unreadable
 from specexport.exporter.checkpoints.quantized import dequantize_tensors, quantization
-from specexport.exporter.checkpoints.quiet import quiet
+from specexport.exporter.checkpoints.quiet import failing_as, quiet
 from specexport.exporter.checkpoints.sizes import ModelSizes, Parameter
 from specexport.exporter.checkpoints.stored import Kind, StandIns, StoredTensor, stored_tensors
 
@@ -47,14 +47,15 @@ def meta_model(folder: Path) -> Any:
 
 
 def _create_meta_model(folder: Path, config: Any) -> Any:
-    try:
-        with quiet(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
-    except Exception as error:  # family code raises exceptions of any kind
+
+    def describe(error: Exception) -> str:
         header = header_of(folder)
         path = folder / CONFIG if header is None else header.path
         reason = " ".join(str(error or type(error).__name__).split())[:300]  # some list all families
-        raise BuildError(f"{path}: model family '{config.model_type}' could not be loaded: {reason}") from error
+        return f"{path}: model family '{config.model_type}' could not be loaded: {reason}"
+
+    with failing_as(describe), quiet(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
 
 
 def sizes_of(model: Any, config: Any) -> ModelSizes:
@@ -101,18 +102,19 @@ def read_configs(folder: Path) -> tuple[Any, Any]:
     path = folder / CONFIG
     document = read_object(path)
     require_sane(path, document)
-    try:
-        with quiet():
-            config = _read_config(folder, document)
-            return config, _language_model(config, document)
-    except Exception as error:  # family code raises exceptions of any kind
+
+    def describe(error: Exception) -> str:
         kind = document.get("model_type")
         if isinstance(kind, str) and kind not in CONFIG_MAPPING and "auto_map" not in document:
-            raise BuildError(
+            return (
                 f"{path}: model_type is {kind!r}, which transformers {transformers.__version__} does not know; "
                 "expected a causal LM of a family that it has"
-            ) from error
-        raise BuildError(f"{path}: {error or type(error).__name__}") from error
+            )
+        return f"{path}: {error or type(error).__name__}"
+
+    with failing_as(describe), quiet():
+        config = _read_config(folder, document)
+        return config, _language_model(config, document)
 
 
 def _read_config(folder: Path, document: dict[str, Any]) -> Any:
