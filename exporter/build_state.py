@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specexport.contract.manifest import GenerationDefaults, Manifest
-from specexport.contract.methods import Method
+from specexport.contract.methods import Method, verified_widths
 from specexport.contract.model import Model
 from specexport.contract.shapes import ShapePoint, Strict, batch_points, cache_buckets
 from specexport.contract.values import Progress
@@ -68,7 +68,7 @@ class BuildPlan(Strict, frozen=True):
     @classmethod
     def of_bundle(cls, manifest: Manifest) -> BuildPlan:
         points = manifest.target.graph.points
-        widths = tuple(sorted({point.tokens for point in points if point.rows == point.tokens}))
+        widths = tuple(sorted(verified_widths(manifest.target)))
         return cls(
             methods=manifest.methods,
             widths=widths,

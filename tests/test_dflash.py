@@ -126,7 +126,7 @@ def test_drafts_equal_the_formulas(tmp_path: Path, target: Path, lowering: Any, 
     outline = read_dflash(str(folder))
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = outline.load(target, LAYERS, 512)
-    cache = outline.cache(draft)
+    cache = draft.cache()
     method = DFlash(
         trees=(),
         model="here",

@@ -129,7 +129,7 @@ def test_drafts_equal_the_formulas(
     outline = read_eagle3(str(folder))
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = outline.load(target, LAYERS, 512)
-    cache = outline.cache(draft)
+    cache = draft.cache()
     start, one_pass = trace_own_state(draft, cache, lowering)
     method = Eagle3(**LIKE, dynamic_tree=False)
     draw = np.random.default_rng(4)

@@ -114,7 +114,7 @@ def test_drafts_equal_the_formulas(tmp_path: Path, checkpoint_of: Bundles, famil
     outline = read_mtp(str(folder))
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)
     draft = outline.load(outline.path, LAYERS, 512)
-    cache = outline.cache(draft)
+    cache = draft.cache()
     start, one_pass = trace_own_state(draft, cache, lowering)
     graph = propose_graph(one_pass, cache, lowering, start)
     lower_experts(graph, branches=lowering == "native")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from specexport.contract.model import LoweredAs
+from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.graphs.attention import AttentionCall, KeyValues, Lowering, TwoPartLowering, attend, lowering
 from specexport.graphs.ops import tensor_scatter
 from specexport.graphs.propose import draw_candidate
@@ -107,6 +107,12 @@ class DFlashDraft(torch.nn.Module):
             )
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return self.norm(hidden)
+
+    def cache(self) -> tuple[CacheLayer, ...]:
+        """The cache of each layer."""
+        size = self.config.head_dim
+        row = CacheLayer(heads=self.config.num_key_value_heads, key_size=size, value_size=size)
+        return (row,) * len(self.layers)
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """Logits ``[..., draft_vocab]`` of rows, in float32."""

@@ -22,7 +22,6 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specexport.contract.errors import BuildError
-from specexport.contract.model import CacheLayer
 from specexport.contract.shapes import Size
 from specexport.contract.values import shown
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
@@ -146,19 +145,13 @@ class DraftOutline(ABC):
     def make(self, layers: int) -> Any:
         """A draft of these sizes for a target with ``layers`` layers, on torch's meta device.
 
-        It has ``embed_tokens``, ``lm_head``, ``rotary_emb`` and ``target_ids``.
+        It has ``embed_tokens``, ``lm_head``, ``rotary_emb``, ``target_ids`` and ``cache()``.
         """
 
     @property
     def prefixes(self) -> Mapping[str, str]:
         """Prefixes of stored names, with the corresponding prefixes in the draft's modules."""
         return {}
-
-    def cache(self, draft: Any) -> tuple[CacheLayer, ...]:
-        """The cache of each layer: heads, and sizes of keys and values."""
-        size = self.layer.head_dim
-        row = CacheLayer(heads=self.layer.num_key_value_heads, key_size=size, value_size=size)
-        return (row,) * int(self.layer.num_hidden_layers)
 
     def seen(self, layers: int) -> tuple[int, ...]:
         """The numbers of layers after which it reads the residual stream of a target with ``layers`` layers."""
@@ -311,7 +304,7 @@ def load_draft(outline: DraftOutline, target: Path, positions: int, *, family: s
         path=outline.path,
         family=family,
         model=draft,
-        cache=outline.cache(draft),
+        cache=draft.cache(),
         vocab_size=outline.draft_vocab,
         input_vocab=outline.vocab,
         max_positions=positions,

@@ -96,7 +96,7 @@ class StatesDraftExporter(MethodExporter[StatesDraftOptions, S]):
         read.require_fit(hidden=sizes.hidden, vocab=sizes.vocab, layers=sizes.layers)
         draft = read.make(sizes.layers)
         with torch.device("meta"):
-            cache = read.cache(draft)
+            cache = draft.cache()
         row = sum(2 * layer.heads * (layer.key_size + layer.value_size) for layer in cache)
         meta = dataclasses.replace(sizes_of(draft, read.layer), row=row)
         return MetaDraft(f"{source}, {options.name}", meta)

@@ -21,7 +21,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specexport.contract.errors import BuildError
-from specexport.contract.model import CacheLayer
 from specexport.exporter.checkpoints.config import checkpoint_tensors, read_model_config
 from specexport.exporter.checkpoints.documents import CONFIG
 from specexport.exporter.checkpoints.locate import locate
@@ -134,9 +133,6 @@ class MTPOutline(DraftOutline):
         experts, rows, columns = shape
         size = rows // len(_FUSED[last]), columns
         return {f"{start}.{expert}.{kind}.weight": size for expert in range(experts) for kind in _FUSED[last]}
-
-    def cache(self, draft: MTPDraft) -> tuple[CacheLayer, ...]:
-        return draft.cache()
 
 
 def read_mtp(source: str) -> MTPOutline:
