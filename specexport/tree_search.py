@@ -126,7 +126,7 @@ def step_costs(bundle: Bundle, rows: int, widest: int, threads: int | None, prog
         inputs[tensors.POSITION_IDS][:] = np.minimum(rows + np.arange(width), model.max_positions - 1)
         inputs[tensors.PAST_LENGTH][:] = rows
     trials = {("", width): timed(partial(graph.run, RunShape(width, width))) for width in widths}
-    seconds = in_turns(trials, SECONDS, "timing steps", [], progress)
+    seconds, _ = in_turns(trials, SECONDS, "timing steps", progress)
     # Wider steps are never cheaper, except by noise.
     rising = list(itertools.accumulate((seconds["", width] for width in widths), max))
     return [float(cost) for cost in np.interp(np.arange(1, widest + 1), widths, rising)]

@@ -122,16 +122,17 @@ def measure(
                 trials[name, len(tree)] = timed(partial(call, _views(text, batch, tree, name)))
         left = len(target.sizes) - target.sizes.index(batch)
         share = (end - began) * 2 / (left + 1) if batch == 1 else (end - began) / left
-        costs = in_turns(
-            trials, share, f"timing steps of {batch}", noise, progress, before=_PLAIN_BEFORE if batch == 1 else 1
-        )
+        before = _PLAIN_BEFORE if batch == 1 else 1
+        costs, ratios = in_turns(trials, share, f"timing steps of {batch}", progress, before)
+        noise += ratios
         for (name, nodes), least in costs.items():
             (proposals[name] if name else steps).append(Cost(batch=batch, tokens=nodes, seconds=least))
         batch_time = sum(costs.values())
     longer: dict[Key, float] = {}
     if len(longer_text) > len(text):
         trials = _steps(fixed, longer_text, target.sizes[0], sorted({widths[0], widths[-1]}))
-        longer = in_turns(trials, seconds / 8, f"timing steps after {len(longer_text)} tokens", noise, progress)
+        longer, ratios = in_turns(trials, seconds / 8, f"timing steps after {len(longer_text)} tokens", progress)
+        noise += ratios
     for slot in range(target.sizes[-1]):
         target.copy(slot, slot, 0)
         for proposer in proposers.values():
@@ -231,14 +232,9 @@ def _read(manifest: Manifest, proposer: Proposer, text: Sequence[int], slots: in
 
 
 def in_turns(
-    trials: Mapping[Key, Trial],
-    seconds: float,
-    name: str,
-    noise: list[float],
-    progress: Progress | None,
-    before: int = 1,
-) -> dict[Key, float]:
-    """The least time of each trial; the ratio of its median to that is appended to ``noise``.
+    trials: Mapping[Key, Trial], seconds: float, name: str, progress: Progress | None, before: int = 1
+) -> tuple[dict[Key, float], list[float]]:
+    """The least time of each trial in about so many ``seconds``, and the ratios of their median times to these.
 
     Calls follow each other as in decoding: steps follow steps of their width (a plain one ``before`` of them), and a
     proposal if there are any. After other calls a plain step takes up to a sixth longer, and several steps to recover,
@@ -264,8 +260,7 @@ def in_turns(
     if progress is not None:
         progress(name, 1, 1)
     least = {key: max(min(durations), _LEAST) for key, durations in times.items()}
-    noise += [statistics.median(durations) / least[key] for key, durations in times.items()]
-    return least
+    return least, [statistics.median(durations) / least[key] for key, durations in times.items()]
 
 
 def _proposing(curve: CostCurve, method: Method, whole_steps: Sequence[Cost]) -> list[Cost]:
