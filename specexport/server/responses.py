@@ -19,7 +19,7 @@ from specexport.server.chat import chat_tokens
 from specexport.server.errors import api_error
 from specexport.server.request_parts import CalledFunction, ChatMessage, Content, ToolCall
 from specexport.server.requests import InputCall, InputItem, InputMessage, ResponseRequest
-from specexport.server.service import GONE, EventStream, Service, collect, merge, one_line, usage_of
+from specexport.server.service import EventStream, Service, collect, merge, one_line, usage_of
 from specexport.server.tools import Calling, CallReader
 
 
@@ -42,16 +42,13 @@ async def answer_response(service: Service, request: Request, body: ResponseRequ
     shape = None if body.text is None else body.text.format
     params = service.params(body, body.max_output_tokens, None, calls, shape)
     (stream,) = await service.start([prompt], params, body)
-    response = _Response(model, body, params, stream)
-    output = Output(calls)
+    response = _Response(model, body, params, stream, Output(calls))
     if body.stream:
-        return EventStream(_events(service, response, output))
-    outputs = await collect(service, request, [stream])
-    if outputs is None:
-        return Response(status_code=GONE)
-    for _ in output.push(outputs[0].text, outputs[0].finish_reason):
+        return EventStream(_events(service, response))
+    (output,) = await collect(service, request, [stream])
+    for _ in response.output.push(output.text, output.finish_reason):
         pass
-    return Response(response.answer(output, outputs[0].finish_reason).model_dump_json(), media_type="application/json")
+    return Response(response.answer(output.finish_reason).model_dump_json(), media_type="application/json")
 
 
 def _add(messages: list[ChatMessage], item: InputItem) -> None:
@@ -140,8 +137,10 @@ class Output:
 class _Response:
     """A response in progress."""
 
-    def __init__(self, model: str, body: ResponseRequest, params: SamplingParams, stream: AsyncStream) -> None:
-        self.stream = stream
+    def __init__(
+        self, model: str, body: ResponseRequest, params: SamplingParams, stream: AsyncStream, output: Output
+    ) -> None:
+        self.stream, self.output = stream, output
         self._body = body
         form = None if body.text is None else body.text.format
         self._fields: dict[str, Any] = {
@@ -159,8 +158,8 @@ class _Response:
             "tools": body.tools,
         }
 
-    def answer(self, output: Output, reason: str | None) -> answers.ResponseAnswer:
-        """The response with its output and finish reason, which is None while it is in progress."""
+    def answer(self, reason: str | None) -> answers.ResponseAnswer:
+        """The response so far, with its finish reason, which is None while it is in progress."""
         if reason is None:
             return answers.ResponseAnswer(status="in_progress", output=[], **self._fields)
         status: Any = "incomplete" if reason == "length" else "completed"
@@ -175,11 +174,11 @@ class _Response:
         )
         details = answers.IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
         return answers.ResponseAnswer(
-            status=status, output=output.items, usage=usage, incomplete_details=details, **self._fields
+            status=status, output=self.output.items, usage=usage, incomplete_details=details, **self._fields
         )
 
 
-async def _events(service: Service, response: _Response, output: Output) -> AsyncGenerator[str, None]:
+async def _events(service: Service, response: _Response) -> AsyncGenerator[str, None]:
     count = 0
 
     def event(kind: str, **fields: Any) -> str:
@@ -189,19 +188,19 @@ async def _events(service: Service, response: _Response, output: Output) -> Asyn
         return f"event: {kind}\ndata: {one_line(json.dumps(content, ensure_ascii=False))}\n\n"
 
     reason = None
-    begun = response.answer(output, None).model_dump()
+    begun = response.answer(None).model_dump()
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
     try:
         async with contextlib.aclosing(merge(service, [response.stream])) as chunks:
             async for _, chunk in chunks:
                 reason = chunk.finish_reason
-                for kind, fields in output.push(chunk.text, reason):
+                for kind, fields in response.output.push(chunk.text, reason):
                     yield event(kind, **fields)
     except Exception as error:  # the answer has begun, so an event reports the error
         detail = api_error(error).body.error
         failure = {"code": detail.code or detail.type, "message": detail.message}
         yield event("response.failed", response={**begun, "status": "failed", "error": failure})
         return
-    answer = response.answer(output, reason)
+    answer = response.answer(reason)
     yield event(f"response.{answer.status}", response=answer.model_dump())

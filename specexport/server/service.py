@@ -41,7 +41,7 @@ from specexport.server.tools import Calling, calling
 
 LENGTHS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 """Names of the maximum number of tokens; a request without any of them has the model's own limit, if there is one."""
-GONE = 499
+_GONE = 499
 """Nginx's status for a client that disconnected."""
 _MIN_LOGPROB = -9999.0
 _LINES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
@@ -200,8 +200,6 @@ async def respond(
     if body.stream:
         return EventStream(_events(service, body, streams, form))
     outputs = await collect(service, request, streams)
-    if outputs is None:
-        return Response(status_code=GONE)
     usage = usage_of(body, streams)
 
     def serialize() -> str:
@@ -216,8 +214,12 @@ async def respond(
     return Response(text, media_type="application/json")
 
 
-async def collect(service: Service, request: Request, streams: list[AsyncStream]) -> list[Chunk] | None:
-    """The output of each stream as a single chunk; None if the client disconnected."""
+async def collect(service: Service, request: Request, streams: list[AsyncStream]) -> list[Chunk]:
+    """The output of each stream as a single chunk.
+
+    Raises:
+        ApiError: the client disconnected.
+    """
     work = asyncio.ensure_future(_collect_chunks(service, streams))
     disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
     disconnected.add_done_callback(lambda _: work.cancel())
@@ -225,7 +227,7 @@ async def collect(service: Service, request: Request, streams: list[AsyncStream]
         return await work
     except asyncio.CancelledError:
         if disconnected.done():
-            return None
+            raise ApiError(_GONE, "the client disconnected") from None
         raise
     finally:
         disconnected.cancel()
