@@ -113,23 +113,16 @@ class Engine:
     ) -> Engine:
         """Opens a bundle and loads its graphs.
 
+        Options that are not described here are those of :class:`~specexport.options.EngineOptions`.
+
         Args:
             bundle: a folder written by ``specexport build``, or an opened bundle.
-            threads: CPU threads; None for one for each core that this process may use.
-            check_hashes: compare every file's SHA-256 with the manifest; sizes are always compared.
             methods: options of methods that need no graph, such as ``{"method": "suffix", "store_tokens": 100_000}``,
                 in place of the bundle's or the defaults; see :func:`~specexport.contract.methods.read_methods`.
             max_batch_size: number of requests that run together, one of the bundle's batch sizes; None for its largest,
                 on a GPU for the smallest that engines were compiled for (``compile --engine-batch-sizes``).
-            max_model_len: most tokens of a prompt and its output; None for as many as the bundle was built for.
             prefix_cache: reuse the cache rows of an earlier text for a prompt that begins like it.
-            calibrate: choose how much each step speculates by costs that are measured when a bundle is first opened on
-                a machine, and look draft tokens up in the text when that pays; otherwise a single request speculates
-                with its method's default.
             costs: the costs of steps, instead of measuring them.
-            cache_graphs: keep int8 and int4 matrices in packed form in the cache folder, for the next opening.
-            backend: an entry point of ``specexport.backends``; None for the backend that the bundle was built for.
-            gpu_memory_utilization: the share of a GPU's memory that may be in use, also by other programs.
 
         Raises:
             BundleError: the bundle is incomplete, altered or too new.

@@ -186,10 +186,9 @@ class AsyncEngine:
     ) -> AsyncStream:
         """Starts a request; must be called in the event loop.
 
+        See :meth:`~specexport.runtime.engine.Engine.stream` for the other arguments.
+
         Args:
-            prompt: text, token ids, or an ``EmbedsPrompt``.
-            params: sampling parameters, with ``n = 1``; None for the model's own.
-            speculative: how to speculate; None for the engine's default.
             timeout: seconds after which the request is ended, waiting included; None for no limit.
 
         Raises:
