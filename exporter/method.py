@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import Method, MethodOptions, part, with_draft, with_trees
+from specexport.contract.methods.suggestion import Device
 from specexport.contract.model import Model, StoredAs
 from specexport.contract.shapes import ShapePoint
 from specexport.contract.tree import TokenTree
@@ -32,6 +33,17 @@ O = TypeVar("O", bound=MethodOptions)
 M = TypeVar("M", bound=Method)
 Array = npt.NDArray[Any]
 
+_LEAVES = tuple(
+    TokenTree.from_choices(choices)
+    for choices in (
+        ((0,), (0, 0), (1,)),
+        ((0,), (0, 0), (0, 0, 0), (1,), (2,)),
+        ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (1,), (2,), (0, 1)),
+    )
+)
+"""Chains with leaves beside them: a leaf costs a row of the step, a longer chain another pass of the draft. For a draft
+that is right half of the time they commit 5 to 10 % more tokens a second than any chain."""
+
 
 @dataclass(frozen=True)
 class TargetInfo:
@@ -40,6 +52,7 @@ class TargetInfo:
     Attributes:
         vocab: V, the width of its logits.
         hidden: H, the width of its head's input.
+        device: where the bundle will run.
     """
 
     vocab: int
@@ -49,6 +62,7 @@ class TargetInfo:
     path: Path
     draft_storage: StoredAs
     max_seq_len: int
+    device: Device = "cpu"
 
 
 class Verification(Protocol):
@@ -105,9 +119,12 @@ class MethodExporter(Generic[O, M]):
         """The method's tree of ``size`` draft tokens."""
         return TokenTree.chain(size + 1)
 
-    def default_trees(self, method: M) -> tuple[TokenTree, ...]:
+    def default_trees(self, method: M, device: Device) -> tuple[TokenTree, ...]:
         """The trees that it verifies by default."""
-        return tuple(self.tree_of_size(method, size) for size in method.default_sizes)
+        chains = tuple(self.tree_of_size(method, size) for size in method.default_sizes)
+        # On a GPU every tree is a graph of its own.
+        leaves = _LEAVES if method.branching == 1 and device == "cpu" else ()
+        return *chains, *(tree for tree in leaves if method.validate_tree(tree) is None)
 
     def plan(self, options: O, target: TargetInfo) -> M:
         """The method with the trees to build for.
@@ -120,7 +137,7 @@ class MethodExporter(Generic[O, M]):
             *map(TokenTree.from_choices, options.trees),
             *(self.tree_of_size(method, size) for size in options.sizes),
         )
-        trees = _distinct(method.name, requested) or method.token_trees() or self.default_trees(method)
+        trees = _distinct(method.name, requested) or method.token_trees() or self.default_trees(method, target.device)
         for tree in trees:
             if (reason := method.validate_tree(tree)) is not None:
                 raise BuildError(f"{method.name}: the tree of {len(tree) - 1} draft tokens cannot be filled: {reason}")

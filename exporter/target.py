@@ -102,6 +102,7 @@ def plan_target(options: BuildOptions, checkpoint: Checkpoint) -> BuildPlan:
         checkpoint.path,
         options.draft_storage.kind,
         max_seq_len,
+        "cpu" if options.backend == "onnxruntime" else "gpu",
     )
     methods = tuple(exporter_of(method).plan(method, info) for method in options.methods)
     if checkpoint.states:

@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
+from specexport.contract.methods.suggestion import Device
 from specexport.contract.model import CacheLayer, LoweredAs
 from specexport.contract.signature import cache_outputs, caches
 from specexport.contract.tree import TokenTree
@@ -197,7 +198,7 @@ class DFlashExporter(StatesDraftExporter[DFlash]):
     def own_fields(self, outline: Any) -> dict[str, Any]:
         return {"block_size": outline.block_size}
 
-    def default_trees(self, method: DFlash) -> tuple[TokenTree, ...]:
+    def default_trees(self, method: DFlash, device: Device) -> tuple[TokenTree, ...]:
         sizes = [size for size in method.default_sizes if size < method.block_size] or [method.block_size - 1]
         return tuple(TokenTree.chain(size + 1) for size in sizes)
 

@@ -20,6 +20,7 @@ import torch
 from specexport.contract.errors import BuildError, SpecExportError
 from specexport.contract.folders import expanded
 from specexport.contract.methods import MethodOptions, RankedMethod
+from specexport.contract.methods.suggestion import Device
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.checkpoints.accuracy import HeadAccuracy, MeasuredConfig, accuracy_config, assumed_chance
@@ -234,10 +235,10 @@ class HeadsExporter(MethodExporter[O, H]):
 
         return TokenTree.best(chance, size + 1, method.candidates, len(earlier) + heads.count)
 
-    def default_trees(self, method: H) -> tuple[TokenTree, ...]:
+    def default_trees(self, method: H, device: Device) -> tuple[TokenTree, ...]:
         """See :class:`MethodExporter`; the checkpoint's tree, if it has one."""
         published = self._heads(method).tree
-        return (published,) if published is not None else super().default_trees(method)
+        return (published,) if published is not None else super().default_trees(method, device)
 
     def _heads(self, method: H) -> HeadsOutline:
         return read_medusa(expanded(getattr(method, self.heads_key)))

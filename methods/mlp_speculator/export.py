@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
+from specexport.contract.methods.suggestion import Device
 from specexport.contract.model import LoweredAs
 from specexport.contract.shapes import ShapePoint, Size
 from specexport.contract.signature import stage_outputs
@@ -244,7 +245,7 @@ class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator])
             )
         return tree
 
-    def default_trees(self, method: MlpSpeculator) -> tuple[TokenTree, ...]:
+    def default_trees(self, method: MlpSpeculator, device: Device) -> tuple[TokenTree, ...]:
         widest = sum(itertools.accumulate(read_speculator(method.model).widths, operator.mul))
         return (self.tree_of_size(method, min(*method.default_sizes, widest)),)
 
