@@ -183,7 +183,7 @@ def _bundle(file: Path, precision: str, folder: Path, draft: str | None) -> Path
     more = f"-{hashlib.sha256(Path(draft, 'model.safetensors').read_bytes()).hexdigest()[:8]}" if draft else ""
     bundle = folder / f"{file.stem}-{precision}{more}"
     if not (bundle / "specexport.json").is_file():
-        methods = ({"method": "eagle3", "model": draft, "num_speculative_tokens": (1, 2, 4)},) if draft else ()
+        methods = ({"method": "eagle3", "model": draft},) if draft else ()
         build(BuildOptions(str(file), bundle, precision=precision, max_seq_len=CONTEXT, methods=methods))  # type: ignore[arg-type]
     return bundle
 
