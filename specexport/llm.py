@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import shutil
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -224,7 +226,9 @@ class LLM:
         bar = tqdm(
             total=len(streams),
             desc="generating",
-            disable=None if use_tqdm and streams else True,
+            # A program without a console has no standard error.
+            disable=None if use_tqdm and streams and sys.stderr is not None else True,
+            file=sys.stderr or io.StringIO(),
             ncols=size.columns,
             nrows=size.lines,
         )

@@ -398,6 +398,11 @@ def test_medusa_draft_and_hypothesis_are_built_by_their_configs(
         assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
+def test_a_program_may_have_no_console(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert len(llm.generate(PROMPTS, GREEDY)) == len(PROMPTS)
+
+
 @pytest.mark.parametrize(
     ("daemon", "printed"),
     [(True, ""), (False, "done\n")],
