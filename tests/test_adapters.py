@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +94,14 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_is_merged_as_peft_runs_it(base: Path, tmp_path: Path, kind: str) -> None:
+def test_an_adapter_is_merged_as_peft_runs_it(base, tmp_path, kind):
     family, settings, config = KINDS[kind]
     plain = base if (family, settings) == ("llama", {}) else make_checkpoint(tmp_path / "base", family, **settings)
     folder, model = adapter(tmp_path / "adapter", plain, config)
     require_same(logits_of(folder), model)
 
 
-def test_an_adapter_beside_its_model_is_merged(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_beside_its_model_is_merged(base, tmp_path):
     """Into that model, whatever the adapter says where it is from; pickled or not."""
     folder, model = adapter(tmp_path / "adapter", base, peft.LoraConfig(**LORA))
     neighbour = shutil.copytree(base, tmp_path / "beside")
@@ -116,7 +115,7 @@ def test_an_adapter_beside_its_model_is_merged(base: Path, tmp_path: Path) -> No
     require_same(logits_of(neighbour), model)
 
 
-def test_an_adapter_that_changes_is_read_again(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_changes_is_read_again(base, tmp_path):
     folder, model = adapter(tmp_path / "adapter", base, peft.LoraConfig(**LORA))
     first = logits_of(folder)
     weights = load_file(folder / "adapter_model.safetensors")
@@ -128,7 +127,7 @@ def test_an_adapter_that_changes_is_read_again(base: Path, tmp_path: Path) -> No
     del model
 
 
-def test_adapters_tokenizers_take_precedence(base: Path, tmp_path: Path) -> None:
+def test_adapters_tokenizers_take_precedence(base, tmp_path):
     folder, _ = adapter(tmp_path / "adapter", base, peft.LoraConfig(**LORA))
     assert load_tokenizer(locate(str(folder))).chat_templates == {}
     tokenizer().save_pretrained(folder)
@@ -147,14 +146,14 @@ def test_adapters_tokenizers_take_precedence(base: Path, tmp_path: Path) -> None
         (peft.LoraConfig(**LORA, layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
     ],
 )
-def test_unmergeable_adapters_are_refused_by_name(base: Path, tmp_path: Path, config: Any, message: str) -> None:
+def test_unmergeable_adapters_are_refused_by_name(base, tmp_path, config, message):
     folder, _ = adapter(tmp_path / "adapter", base, config)
     with pytest.raises(BuildError, match=rf"adapter/adapter_config\.json: {message}") as caught:
         logits_of(folder)
     assert "\n" not in str(caught.value)
 
 
-def test_a_table_that_is_embedding_and_head_is_not_changed(tmp_path: Path) -> None:
+def test_a_table_that_is_embedding_and_head_is_not_changed(tmp_path):
     tied = make_checkpoint(tmp_path / "tied", "qwen2")
     folder, _ = adapter(tmp_path / "adapter", tied, peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]))
     with pytest.raises(BuildError, match=r"changes 'model\.embed_tokens', .* as its embedding and as its head"):
@@ -170,7 +169,7 @@ def test_a_table_that_is_embedding_and_head_is_not_changed(tmp_path: Path) -> No
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "peft cannot put it on"),
     ],
 )
-def test_broken_adapters_are_named(base: Path, tmp_path: Path, change: Callable[[Path], Any], message: str) -> None:
+def test_broken_adapters_are_named(base, tmp_path, change, message):
     folder, _ = adapter(tmp_path / "adapter", base, peft.LoraConfig(**LORA))
     change(folder)
     with pytest.raises(BuildError, match=rf"adapter_config\.json: .*{message}"):
@@ -178,7 +177,7 @@ def test_broken_adapters_are_named(base: Path, tmp_path: Path, change: Callable[
 
 
 @pytest.mark.parametrize("of", ["no/where/at/all", "./gone", "itself"])
-def test_adapters_without_their_model_are_named(base: Path, tmp_path: Path, of: str) -> None:
+def test_adapters_without_their_model_are_named(base, tmp_path, of):
     folder, _ = adapter(tmp_path / "adapter", base, peft.LoraConfig(**LORA))
     document = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
     where = str(folder) if of == "itself" else of
@@ -188,7 +187,7 @@ def test_adapters_without_their_model_are_named(base: Path, tmp_path: Path, of: 
             locate(str(folder), weights=weights)
 
 
-def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_is_refused(base, tmp_path):
     folder, _ = adapter(tmp_path / "adapter", base, peft.LoraConfig(**LORA))
     other = make_checkpoint(tmp_path / "other", "llama", hidden_size=48, head_dim=16)
     for file in folder.glob("adapter_*"):
@@ -197,7 +196,7 @@ def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> N
         logits_of(other)
 
 
-def test_an_adapter_on_the_hub_is_fetched_with_its_model(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_on_the_hub_is_fetched_with_its_model(base, tmp_path):
     root = tmp_path / "hub"
     folder, model = adapter(root / "owner" / "adapter", base, peft.LoraConfig(**LORA))
     shutil.copytree(base, root / "owner" / "base")
@@ -212,7 +211,7 @@ def test_an_adapter_on_the_hub_is_fetched_with_its_model(base: Path, tmp_path: P
     }
 
 
-def test_targets_and_drafts_are_built_with_their_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_targets_and_drafts_are_built_with_their_adapters(tmp_path, capsys):
     """The target's texts are those of peft's model, and a draft that is the same model is always right.
 
     The model is large enough for its matrices to stay in their files until they are written.

@@ -16,7 +16,7 @@ from specexport.contract.errors import ClosedError, DeadlineError, QueueFullErro
 from specexport.frontend import Frontend
 from specexport.runtime import Chunk, Stats, Stream
 from specexport.runtime.speculative import PLAIN, Speculative
-from tests.fixtures import Bundles, Engines
+from tests.fixtures import Engines
 
 NAME = "llama-near"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -43,7 +43,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_batches_equal_single_requests(frontend: Frontend) -> None:
+def test_batches_equal_single_requests(frontend):
     prompts = [[5 + index, 60, 7 * index + 3] for index in range(12)]
     expected = [list(frontend.engine.generate(prompt, GREEDY).token_ids) for prompt in prompts]
 
@@ -59,7 +59,7 @@ def test_batches_equal_single_requests(frontend: Frontend) -> None:
 
 
 @pytest.mark.parametrize("end", ["cancel", "drop", "close", "task"])
-def test_abandoned_requests_free_their_slots(frontend: Frontend, end: str) -> None:
+def test_abandoned_requests_free_their_slots(frontend, end):
     async def work() -> None:
         engine = AsyncEngine(frontend)
         stream = engine.generate(PROMPT, LONG)
@@ -89,7 +89,7 @@ def test_abandoned_requests_free_their_slots(frontend: Frontend, end: str) -> No
     run(work)
 
 
-def test_retry_after_follows_the_queue(frontend: Frontend) -> None:
+def test_retry_after_follows_the_queue(frontend):
     """Nothing has ended yet, and those that run say how long they take at least."""
 
     async def work() -> None:
@@ -113,7 +113,7 @@ def test_retry_after_follows_the_queue(frontend: Frontend) -> None:
     run(work)
 
 
-def test_the_queue_is_bounded_and_those_in_it_can_leave(frontend: Frontend) -> None:
+def test_the_queue_is_bounded_and_those_in_it_can_leave(frontend):
     async def work() -> None:
         engine = AsyncEngine(frontend, max_queue=2)
         streams = [engine.generate(PROMPT, LONG) for _ in range(engine.slots + 2)]
@@ -134,7 +134,7 @@ def test_the_queue_is_bounded_and_those_in_it_can_leave(frontend: Frontend) -> N
     run(work)
 
 
-def test_a_stream_that_is_closed_ends_as_generators_do(frontend: Frontend) -> None:
+def test_a_stream_that_is_closed_ends_as_generators_do(frontend):
     async def work() -> None:
         engine = AsyncEngine(frontend)
         async with contextlib.aclosing(engine.generate(PROMPT, LONG)) as stream:
@@ -145,7 +145,7 @@ def test_a_stream_that_is_closed_ends_as_generators_do(frontend: Frontend) -> No
     run(work)
 
 
-def test_two_tasks_that_iterate_one_stream_both_end(frontend: Frontend) -> None:
+def test_two_tasks_that_iterate_one_stream_both_end(frontend):
     async def work() -> None:
         stream = AsyncEngine(frontend).generate(PROMPT, GREEDY)
         with pytest.raises(TypeError, match="a stream cannot be pickled or copied"):
@@ -156,7 +156,7 @@ def test_two_tasks_that_iterate_one_stream_both_end(frontend: Frontend) -> None:
     run(work)
 
 
-def test_several_streams_are_admitted_together_or_not_at_all(frontend: Frontend) -> None:
+def test_several_streams_are_admitted_together_or_not_at_all(frontend):
     async def work() -> None:
         engine = AsyncEngine(frontend, max_queue=1)
         first = engine.generate(PROMPT, LONG)
@@ -169,7 +169,7 @@ def test_several_streams_are_admitted_together_or_not_at_all(frontend: Frontend)
     run(work)
 
 
-def test_a_deadline_ends_requests_that_run_and_that_wait(frontend: Frontend) -> None:
+def test_a_deadline_ends_requests_that_run_and_that_wait(frontend):
     async def work() -> None:
         engine = AsyncEngine(frontend)
         running = engine.generate(PROMPT, LONG, timeout=0.05)
@@ -186,9 +186,7 @@ def test_a_deadline_ends_requests_that_run_and_that_wait(frontend: Frontend) -> 
     run(work)
 
 
-def test_a_deadline_is_reported_even_if_the_request_ends_at_once(
-    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deadline_is_reported_even_if_the_request_ends_at_once(frontend, monkeypatch):
     """The thread of a request may see that it is cancelled before the event loop has said why."""
     cancel = Stream.cancel
 
@@ -209,7 +207,7 @@ def test_a_deadline_is_reported_even_if_the_request_ends_at_once(
     run(work)
 
 
-def test_a_deadline_that_is_not_reached_leaves_nothing_behind(frontend: Frontend) -> None:
+def test_a_deadline_that_is_not_reached_leaves_nothing_behind(frontend):
     async def work() -> None:
         engine = AsyncEngine(frontend)
         before = len(asyncio.get_running_loop()._scheduled)
@@ -221,7 +219,7 @@ def test_a_deadline_that_is_not_reached_leaves_nothing_behind(frontend: Frontend
     run(work)
 
 
-def test_draining_finishes_running_and_refuses_new_requests(frontend: Frontend) -> None:
+def test_draining_finishes_running_and_refuses_new_requests(frontend):
     async def work() -> None:
         engine = AsyncEngine(frontend)
         streams = [engine.generate(PROMPT, GREEDY) for _ in range(3)]
@@ -235,7 +233,7 @@ def test_draining_finishes_running_and_refuses_new_requests(frontend: Frontend) 
     run(work)
 
 
-def test_draining_cancels_slow_requests(frontend: Frontend) -> None:
+def test_draining_cancels_slow_requests(frontend):
     async def work() -> None:
         engine = AsyncEngine(frontend)
         streams = [engine.generate(PROMPT, LONG) for _ in range(engine.slots + 1)]
@@ -248,7 +246,7 @@ def test_draining_cancels_slow_requests(frontend: Frontend) -> None:
     run(work)
 
 
-def test_closing_frees_the_engine(bundle: Bundles) -> None:
+def test_closing_frees_the_engine(bundle):
     async def work() -> None:
         async with AsyncEngine.open(bundle=bundle(NAME), threads=1, calibrate=False) as engine:
             stream = engine.generate(PROMPT, LONG)
@@ -261,7 +259,7 @@ def test_closing_frees_the_engine(bundle: Bundles) -> None:
     run(work)
 
 
-def test_wrong_requests_are_refused_before_they_run(frontend: Frontend) -> None:
+def test_wrong_requests_are_refused_before_they_run(frontend):
     async def work() -> None:
         engine = AsyncEngine(frontend)
         with pytest.raises(RequestError, match="n is 2"):
@@ -298,7 +296,7 @@ class Broken:
         pass
 
 
-def test_errors_reach_waiting_threads(frontend: Frontend) -> None:
+def test_errors_reach_waiting_threads(frontend):
     async def work() -> None:
         engine = AsyncEngine(frontend)
         (stream,) = engine.start([Broken()])
@@ -311,7 +309,7 @@ def test_errors_reach_waiting_threads(frontend: Frontend) -> None:
     run(work)
 
 
-def test_requests_choose_how_to_speculate(frontend: Frontend) -> None:
+def test_requests_choose_how_to_speculate(frontend):
     async def work() -> None:
         engine = AsyncEngine(frontend)
         plain, fast = (engine.generate(PROMPT, GREEDY, speculative=request) for request in (PLAIN, None))

@@ -4,7 +4,7 @@ import errno
 import itertools
 import mmap
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,13 +74,13 @@ def prompts(seed: int, count: int, longest: int = 150) -> list[list[int]]:
 # --- shapes and slots -------------------------------------------------------------------------------------------------
 
 
-def test_batch_points_are_powers_of_two_and_the_largest() -> None:
+def test_batch_points_are_powers_of_two_and_the_largest():
     assert [batch_points(most) for most in (1, 2, 3, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8)]
     assert batch_points(12) == (1, 2, 4, 8, 12)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8), (1, 2, 4, 6)])
-def test_a_window_is_the_smallest_that_spans_its_slots(sizes: tuple[int, ...]) -> None:
+def test_a_window_is_the_smallest_that_spans_its_slots(sizes):
     for bits in range(1, 2 ** sizes[-1]):
         slots = [slot for slot in range(sizes[-1]) if bits >> slot & 1]
         covered = window(slots, sizes)
@@ -106,7 +106,7 @@ class Caches:
         self.rows[to] = self.rows[source][:tokens]
 
 
-def test_running_slots_stay_close_and_caches_are_exact() -> None:
+def test_running_slots_stay_close_and_caches_are_exact():
     caches, draw = Caches(), random.Random(0)
     slots = Slots(caches, reuse=True)
     running: dict[int, list[int]] = {}
@@ -140,9 +140,7 @@ def test_running_slots_stay_close_and_caches_are_exact() -> None:
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-def test_requests_that_join_and_leave_get_the_text_they_get_alone(
-    name: str, generous: Callable[..., Engine], oracle: Callable[[str], Any]
-) -> None:
+def test_requests_that_join_and_leave_get_the_text_they_get_alone(name, generous, oracle):
     """All methods and trees and none, side by side; some are cancelled, closed or dropped on the way."""
     cases = [case for case in oracle(name)["greedy"] if len(case["prompt"]) < 400]
     first, draw = generous(name), random.Random(1)
@@ -183,7 +181,7 @@ def test_requests_that_join_and_leave_get_the_text_they_get_alone(
     assert drafted > 500
 
 
-def test_a_seed_draws_the_same_text_in_a_batch(generous: Callable[..., Engine]) -> None:
+def test_a_seed_draws_the_same_text_in_a_batch(generous):
     first = generous("llama-near-batch", prefix_cache=False)
     sampled = [GREEDY.replace(temperature=1.0, top_p=0.95, seed=seed) for seed in range(12)]
     alone = [first.generate(prompt, params).token_ids for prompt, params in zip(prompts(3, 12), sampled, strict=True)]
@@ -193,9 +191,7 @@ def test_a_seed_draws_the_same_text_in_a_batch(generous: Callable[..., Engine]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["generous", "own", "measured"])
-def test_a_batch_samples_the_target_distribution(
-    budget: str, bundle: Bundles, generous: Callable[..., Engine], oracle: Callable[[str], Any]
-) -> None:
+def test_a_batch_samples_the_target_distribution(budget, bundle, generous, oracle):
     """By measured costs with as many draft tokens as pay; else with as many as requests ask for, if there is room."""
     name, params = "dice-near-batch", SamplingParams(temperature=0.9, max_tokens=3, ignore_eos=True)
     prices = (lambda slots, tokens: 1.0 + 0.05 * slots * (tokens - 1), lambda *_: 0.02, 0.1)
@@ -214,7 +210,7 @@ def test_a_batch_samples_the_target_distribution(
     loaded.close()
 
 
-def test_cache_sizes_follow_the_longest_request(generous: Callable[..., Engine]) -> None:
+def test_cache_sizes_follow_the_longest_request(generous):
     single = generous("llama-near-batch", prefix_cache=False)
     long, short = [5 + i % 290 for i in range(400)], [9, 8, 7]
     alone = single.generate(short, GREEDY).token_ids, single.generate(long, GREEDY).token_ids
@@ -229,9 +225,7 @@ def test_cache_sizes_follow_the_longest_request(generous: Callable[..., Engine])
     assert single._target.cache_bytes < large
 
 
-def test_without_address_space_the_cache_grows_with_its_texts(
-    generous: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_address_space_the_cache_grows_with_its_texts(generous, monkeypatch):
     prompt = [5 + i % 290 for i in range(100)]
     params = GREEDY.replace(max_tokens=80)
     expected = generous("llama-near-batch").generate(prompt, params).token_ids
@@ -255,7 +249,7 @@ def test_without_address_space_the_cache_grows_with_its_texts(
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-def test_a_prefix_is_read_once(name: str, generous: Callable[..., Engine]) -> None:
+def test_a_prefix_is_read_once(name, generous):
     engine, system = generous(name), [7 + i % 250 for i in range(150)]
     plain = generous(name, prefix_cache=False)
     texts = [[*system, 30 + i, 40 + i, 50] for i in range(5)]
@@ -265,7 +259,7 @@ def test_a_prefix_is_read_once(name: str, generous: Callable[..., Engine]) -> No
     assert [stream.stats.cached_tokens for stream in streams] == [0, 150, 150, 150, 150]
 
 
-def test_conversations_resume_independently(generous: Callable[..., Engine]) -> None:
+def test_conversations_resume_independently(generous):
     first = generous("llama-near-batch")
     plain = generous("llama-near-batch", prefix_cache=False)
     talks = [list(prompt) for prompt in prompts(5, 4, 40)]
@@ -279,9 +273,7 @@ def test_conversations_resume_independently(generous: Callable[..., Engine]) -> 
             talk += [*got, 11, 12]
 
 
-def test_single_drafts_catch_up_while_drafting(
-    generous: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_single_drafts_catch_up_while_drafting(generous, monkeypatch):
     engine = generous("llama-near-batch")
     program = engine._scheduler._program
     proposer = engine.proposers["draft_model"]
@@ -310,9 +302,7 @@ def test_single_drafts_catch_up_while_drafting(
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
-def test_decoding_never_stalls_for_more_than_a_chunk(
-    generous: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_never_stalls_for_more_than_a_chunk(generous, monkeypatch):
     calls: list[str] = []
     real_prefill, real_step = StepProgram.prefill, StepProgram.step
 
@@ -339,7 +329,7 @@ def test_decoding_never_stalls_for_more_than_a_chunk(
     assert first.stats.stalled > 0
 
 
-def test_slots_that_are_taken_are_waited_for(generous: Callable[..., Engine]) -> None:
+def test_slots_that_are_taken_are_waited_for(generous):
     """In one thread too: a request that waits takes the steps of those before it."""
     first = generous("llama-near-batch", max_batch_size=2)
     wanted = [first.generate(prompt, GREEDY).token_ids for prompt in prompts(7, 6)]
@@ -349,16 +339,14 @@ def test_slots_that_are_taken_are_waited_for(generous: Callable[..., Engine]) ->
     assert streams[-1].stats.queued > 0
 
 
-def test_threads_share_the_slots(generous: Callable[..., Engine]) -> None:
+def test_threads_share_the_slots(generous):
     first = generous("llama-near-batch")
     request = prompts(9, 40, 80)
     alone = [first.generate(prompt, GREEDY).token_ids for prompt in request]
     assert in_threads(12, 40, lambda number: first.generate(request[number], GREEDY).token_ids) == alone
 
 
-def test_an_error_in_a_step_ends_its_requests_and_no_others(
-    generous: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_step_ends_its_requests_and_no_others(generous, monkeypatch):
     first = generous("llama-near-batch", max_batch_size=2)
     wanted = first.generate([5, 6, 7], GREEDY).token_ids
     streams = started(first.stream([5, 6, 7], GREEDY) for _ in range(3))
@@ -376,7 +364,7 @@ def test_an_error_in_a_step_ends_its_requests_and_no_others(
 # --- how much is speculated -------------------------------------------------------------------------------------------
 
 
-def test_k_shrinks_as_the_batch_fills(bundle: Bundles) -> None:
+def test_k_shrinks_as_the_batch_fills(bundle):
     with Engine.load(bundle("llama-near-batch"), threads=1) as loaded:
         streams = [loaded.stream(prompt, GREEDY.replace(max_tokens=60)) for prompt in prompts(6, SLOTS, 30)]
         seen: dict[int, set[int]] = {}
@@ -389,14 +377,14 @@ def test_k_shrinks_as_the_batch_fills(bundle: Bundles) -> None:
         assert seen == {1: {5}, 2: {2}} | {count: {1} for count in range(3, SLOTS + 1)}
 
 
-def test_a_batch_size_the_bundle_was_not_built_for_is_refused(bundle: Bundles) -> None:
+def test_a_batch_size_the_bundle_was_not_built_for_is_refused(bundle):
     with pytest.raises(RequestError, match=r"max_batch_size is 3; the bundle was built for 1, 2, 4, 8"):
         Engine.load(bundle("llama-near-batch"), threads=1, max_batch_size=3)
     with Engine.load(bundle("llama-near-batch"), threads=1, max_batch_size=1) as loaded:
         assert loaded._scheduler._slots.free == 1
 
 
-def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle: Bundles) -> None:
+def test_a_smaller_tree_in_a_wider_step_says_the_same(bundle):
     """Logits of a tree padded to another width, beside slots that take no part."""
     from specexport.contract import tensors
     from specexport.runtime.proposal import NOTHING, Proposal, SlotView

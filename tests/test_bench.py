@@ -16,12 +16,11 @@ from specexport.contract.reading import read_manifest
 from specexport.runtime import Engine
 from specexport.runtime import step as step_module
 from specexport.runtime.request import Completion
-from tests.fixtures import Bundles, Engines
 
 NAME = "qwen3-lookup"
 
 
-def test_the_workloads_are_there(engine: Engines) -> None:
+def test_the_workloads_are_there(engine):
     tasks = built_in_tasks(engine(NAME).encode, 2, 60)
     assert [task.workload for task in tasks] == ["completion", "edit", "completion", "edit", "text", "text"]
     edit = tasks[1]
@@ -29,7 +28,7 @@ def test_the_workloads_are_there(engine: Engines) -> None:
     assert all(len(task.prompt) == 60 for task in tasks if task.workload != "edit")
 
 
-def test_tasks_are_read(engine: Engines, tmp_path: Path) -> None:
+def test_tasks_are_read(engine, tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"text": "one two"}\n\n{"text": "three", "workload": "chat", "hypothesis": "four"}\n')
     encode = engine(NAME).encode
@@ -46,7 +45,7 @@ def test_tasks_are_read(engine: Engines, tmp_path: Path) -> None:
         read_tasks(encode, [tmp_path / "none.jsonl"], 4, 64)
 
 
-def test_bench(bundle: Bundles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench(bundle, capsys, monkeypatch):
     # The default is compared where costs are measured, as they are outside these tests.
     monkeypatch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", True)
     folder = str(bundle(NAME))
@@ -80,9 +79,7 @@ def test_bench(bundle: Bundles, capsys: pytest.CaptureFixture[str], monkeypatch:
         assert reason in capsys.readouterr().err
 
 
-def test_lossy_methods_are_detected(
-    engine: Engines, monkeypatch: pytest.MonkeyPatch, bundle: Bundles, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lossy_methods_are_detected(engine, monkeypatch, bundle, capsys):
     real = step_module.accept_greedy
 
     def too_kind(logits: Any, tree: Any, tokens: Any) -> tuple[list[int], int]:
@@ -99,9 +96,7 @@ def test_lossy_methods_are_detected(
     assert "texts differ from plain decoding's" in output.err
 
 
-def test_figures_that_contradict_each_other_are_named(
-    bundle: Bundles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_that_contradict_each_other_are_named(bundle, monkeypatch, capsys):
     words = ["bench", str(bundle(NAME)), "--methods", "suffix", "--prompts", "1", "--prompt-tokens", "32", "-n", "8"]
     real = Result.add
 
@@ -127,7 +122,7 @@ def test_figures_that_contradict_each_other_are_named(
     assert "another process" not in capsys.readouterr().err
 
 
-def test_memory_is_that_of_weights_and_cache(bundle: Bundles) -> None:
+def test_memory_is_that_of_weights_and_cache(bundle):
     manifest = read_manifest(bundle(NAME))
     draft, ngram, *_ = manifest.methods
     files = {file.path: file.size for file in manifest.files}
@@ -142,7 +137,7 @@ def test_memory_is_that_of_weights_and_cache(bundle: Bundles) -> None:
 
 
 @pytest.mark.exporter
-def test_suggest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggest(tmp_path, capsys):
     from tests.checkpoints import make_checkpoint
 
     # Sixteen layers against one are about ten times the parameters beside the embeddings.
@@ -166,9 +161,7 @@ def test_suggest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.exporter
-def test_a_mixture_is_compared_by_the_parameters_that_a_token_uses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mixture_is_compared_by_the_parameters_that_a_token_uses(tmp_path, capsys):
     from tests.checkpoints import GROUPED, make_checkpoint
 
     config = {**GROUPED, "num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 1}
@@ -181,7 +174,7 @@ def test_a_mixture_is_compared_by_the_parameters_that_a_token_uses(
 
 
 @pytest.mark.exporter
-def test_a_draft_with_another_tokenizer_is_not_suggested(tmp_path: Path) -> None:
+def test_a_draft_with_another_tokenizer_is_not_suggested(tmp_path):
     from specexport.exporter.checkpoints.config import meta_model
     from specexport.exporter.suggest import suggest
     from tests.checkpoints import make_checkpoint, with_swapped_tokens
@@ -218,7 +211,7 @@ print(json.dumps(ends))
 """
 
 
-def test_help_imports_no_benchmark() -> None:
+def test_help_imports_no_benchmark():
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-X", "importtime", "-m", "benchmarks", *words]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -232,7 +225,7 @@ def test_help_imports_no_benchmark() -> None:
 
 
 @pytest.mark.exporter
-def test_a_benchmark_needs_nothing_of_the_others() -> None:
+def test_a_benchmark_needs_nothing_of_the_others():
     done = subprocess.run(
         [sys.executable, "-c", DEMO, *COMMANDS], cwd=ROOT, capture_output=True, text=True, check=False
     )

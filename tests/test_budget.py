@@ -97,11 +97,11 @@ def manifest(bundle: Bundles) -> Manifest:
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
-def test_the_example_of_the_choice_is_true() -> None:
+def test_the_example_of_the_choice_is_true():
     assert doctest.testmod(choice) == (0, 5)
 
 
-def test_flat_costs_lead_to_full_k_and_steep_ones_to_none(manifest: Manifest) -> None:
+def test_flat_costs_lead_to_full_k_and_steep_ones_to_none(manifest):
     for count in (1, 3, 8):
         assert Batch(manifest, curve(manifest, lambda *_: 1.0), count, 8).step(lambda k: k) == [8] * count
     steep = curve(manifest, lambda slots, tokens: 1.0 if slots < 8 else float(tokens))
@@ -111,7 +111,7 @@ def test_flat_costs_lead_to_full_k_and_steep_ones_to_none(manifest: Manifest) ->
     assert Batch(manifest, steep, 4, 8).step(lambda k: k) == [8] * 4
 
 
-def test_requested_draft_tokens_are_a_maximum(manifest: Manifest) -> None:
+def test_requested_draft_tokens_are_a_maximum(manifest):
     free = curve(manifest, lambda *_: 1.0)
     assert Batch(manifest, free, 2, 3).step(lambda k: k) == [3, 3]
     # Each token costs as much as one accepted is worth; where all are accepted, none of what was asked pays.
@@ -119,7 +119,7 @@ def test_requested_draft_tokens_are_a_maximum(manifest: Manifest) -> None:
     assert Batch(manifest, dear, 1, 5).step(lambda k: k) == [1]
 
 
-def test_k_shrinks_as_the_batch_fills_and_as_drafts_are_rejected(manifest: Manifest) -> None:
+def test_k_shrinks_as_the_batch_fills_and_as_drafts_are_rejected(manifest):
     bound = curve(manifest, lambda slots, tokens: max(8.0, slots * tokens), lambda slots, nodes: 0.2 * nodes)
     seen = [Batch(manifest, bound, count, 8).step(lambda k: k)[0] for count in SIZES]
     assert seen == sorted(seen, reverse=True)
@@ -132,7 +132,7 @@ def test_k_shrinks_as_the_batch_fills_and_as_drafts_are_rejected(manifest: Manif
     assert sorted(widths[:20], reverse=True) == widths[:20]
 
 
-def test_new_requests_try_what_nearly_pays(manifest: Manifest) -> None:
+def test_new_requests_try_what_nearly_pays(manifest):
     """K = 1 promises 1.7 tokens in 1.8 times the time: too little, but that is only what is assumed of any draft."""
     costs = curve(manifest, lambda _, tokens: {1: 1.0, 2: 1.8}.get(tokens, 9.0))
     poor = Batch(manifest, costs, 4, 2)
@@ -144,7 +144,7 @@ def test_new_requests_try_what_nearly_pays(manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize("read", [0.9, 1.1])
-def test_nothing_is_tried_if_the_draft_has_much_to_read(manifest: Manifest, read: float) -> None:
+def test_nothing_is_tried_if_the_draft_has_much_to_read(manifest, read):
     """A twentieth of 20 plain steps is 1; either way K = 1 promises a little less than plain decoding."""
     batch = Batch(manifest, curve(manifest, lambda _, tokens: {1: 1.0, 2: 1.65}.get(tokens, 9.0), read=read), 1, 2)
     request = Request(batch.requests[0].view, TextStream.__new__(TextStream), 20, ())
@@ -153,7 +153,7 @@ def test_nothing_is_tried_if_the_draft_has_much_to_read(manifest: Manifest, read
     assert batch.step(lambda k: k) == [2 if read < 1 else 1]
 
 
-def test_speculation_is_left_later_than_it_is_begun(manifest: Manifest) -> None:
+def test_speculation_is_left_later_than_it_is_begun(manifest):
     batch = Batch(manifest, curve(manifest, lambda *_: 1.0), 1, 2)
     for _ in range(60):
         assert batch.step(lambda k: k) == [2]
@@ -164,7 +164,7 @@ def test_speculation_is_left_later_than_it_is_begun(manifest: Manifest) -> None:
     assert batch.step(lambda k: k) == [1]
 
 
-def test_while_others_join_a_step_has_to_beat_the_full_batch(manifest: Manifest) -> None:
+def test_while_others_join_a_step_has_to_beat_the_full_batch(manifest):
     """Eight tokens of a full batch take as long as one alone: what one saves before that is worth next to nothing."""
     batch = Batch(manifest, curve(manifest, lambda _, tokens: 1.0 + 0.1 * tokens), 1, 8)
     assert batch.step(lambda k: k)[0] > 1
@@ -174,7 +174,7 @@ def test_while_others_join_a_step_has_to_beat_the_full_batch(manifest: Manifest)
     assert len(batch.requests[0].view.tree) > 1
 
 
-def test_a_look_up_is_weighed_by_the_speed_without_it(manifest: Manifest) -> None:
+def test_a_look_up_is_weighed_by_the_speed_without_it(manifest):
     """What a draft promises is more, but not in the time that it takes: 8 tokens in 38 seconds to 3.1 in 13.5."""
     batch = Batch(manifest, curve(manifest, lambda _, tokens: 9.5 + 0.5 * tokens, lambda _, nodes: 3.0 * nodes), 1, 8)
     policy, (request,) = batch.budget, batch.requests
@@ -186,7 +186,7 @@ def test_a_look_up_is_weighed_by_the_speed_without_it(manifest: Manifest) -> Non
     assert request.view.lookup == "ngram"
 
 
-def test_requests_share_the_run_of_a_device_s_draft(manifest: Manifest) -> None:
+def test_requests_share_the_run_of_a_device_s_draft(manifest):
     """Four requests gain 6 tokens each for one second of drafting, and 2 by look-ups."""
     batch = Batch(manifest, curve(manifest, lambda *_: 1.0, lambda *_: 1.0), 4, 8)
     batch.budget = policy = MeasuredPolicy(manifest, proposers(manifest), batch.budget._costs, (4,))
@@ -199,7 +199,7 @@ def test_requests_share_the_run_of_a_device_s_draft(manifest: Manifest) -> None:
     assert [request.view.lookup for request in batch.requests] == [None] * 4
 
 
-def test_acceptance_transfers_between_similar_temperatures(manifest: Manifest) -> None:
+def test_acceptance_transfers_between_similar_temperatures(manifest):
     batch = Batch(manifest, curve(manifest, lambda _, tokens: 4.0 + tokens), 1, 5)
     hot, warm = SamplingParams(temperature=1.5), SamplingParams(temperature=1.4)
     for params, kept in ((GREEDY, 4), (hot, 0)):
@@ -212,7 +212,7 @@ def test_acceptance_transfers_between_similar_temperatures(manifest: Manifest) -
     assert batch.step(lambda _: 0)[0] <= 2
 
 
-def test_rejections_affect_only_their_request(manifest: Manifest) -> None:
+def test_rejections_affect_only_their_request(manifest):
     """All slots pay for the widest tree, so that one that is always rejected costs nothing beside the others."""
     batch = Batch(manifest, curve(manifest, lambda _, tokens: 4.0 + tokens), 4, 5)
     for _ in range(40):
@@ -236,9 +236,7 @@ def test_rejections_affect_only_their_request(manifest: Manifest) -> None:
     st.integers(1, 8),
     st.lists(st.floats(0, 3), min_size=9, max_size=9),
 )
-def test_the_best_choice_is_the_best_of_all(
-    ways: list[list[tuple[int, float, float]]], requests: int, more: list[float]
-) -> None:
+def test_the_best_choice_is_the_best_of_all(ways, requests, more):
     seconds = list(itertools.accumulate([1.0, *more]))
     options = [[Option(width, gain, spent, {}) for width, gain, spent in known] for known in ways]
 
@@ -260,7 +258,7 @@ def test_the_best_choice_is_the_best_of_all(
 # --- what is learned --------------------------------------------------------------------------------------------------
 
 
-def test_acceptance_combines_observations_and_prior() -> None:
+def test_acceptance_combines_observations_and_prior():
     seen = Acceptance()
     assert seen.expected(3)[3] == pytest.approx(PRIOR + PRIOR**2 + PRIOR**3)
     noise = np.random.default_rng(0)
@@ -276,7 +274,7 @@ def test_acceptance_combines_observations_and_prior() -> None:
     assert first.expected(4)[4] > 3.2
 
 
-def test_acceptance_follows_the_text() -> None:
+def test_acceptance_follows_the_text():
     seen = Acceptance()
     for _ in range(200):
         seen.learn(4, 4)
@@ -285,7 +283,7 @@ def test_acceptance_follows_the_text() -> None:
     assert seen.expected(4)[4] < 0.3
 
 
-def test_counts_fade_to_the_prior_s_weight() -> None:
+def test_counts_fade_to_the_prior_s_weight():
     seen = Acceptance()
     for _ in range(1000):
         seen.learn(1, 1)
@@ -298,7 +296,7 @@ def test_counts_fade_to_the_prior_s_weight() -> None:
 
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("read", [0.0, 0.8])
-def test_retries_are_bounded_and_detect_changes(manifest: Manifest, count: int, read: float) -> None:
+def test_retries_are_bounded_and_detect_changes(manifest, count, read):
     costs = curve(manifest, lambda _, tokens: 1.0 + 0.5 * (tokens > 1), lambda *_: 0.1, read)
     batch = Batch(manifest, costs, count, 8)
     while max(batch.step(lambda _: 0)) > 1:
@@ -322,7 +320,7 @@ def test_retries_are_bounded_and_detect_changes(manifest: Manifest, count: int, 
         pytest.fail("nobody speculates again")
 
 
-def test_where_nothing_pays_it_is_not_asked_each_step(manifest: Manifest) -> None:
+def test_where_nothing_pays_it_is_not_asked_each_step(manifest):
     batch = Batch(manifest, curve(manifest, lambda _, tokens: float(tokens)), 2, 8)
     request: list[bool] = []
     choose = batch.budget._choose
@@ -339,9 +337,7 @@ def test_where_nothing_pays_it_is_not_asked_each_step(manifest: Manifest) -> Non
 
 @pytest.mark.parametrize(("plain", "longest"), [(3e-3, MAX_PLAIN_STEPS), (6e-4, 16), (1e-5, 32)])
 @pytest.mark.parametrize("repeats", [False, True])
-def test_short_steps_are_evaluated_less_often(
-    manifest: Manifest, plain: float, longest: int, repeats: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_steps_are_evaluated_less_often(manifest, plain, longest, repeats, monkeypatch):
     """An evaluation takes a tenth of a millisecond. Look-ups that do not pay are no reason for another."""
     batch = Batch(manifest, curve(manifest, lambda _, tokens: plain * tokens), 1, 8)
     policy, (request,) = batch.budget, batch.requests
@@ -368,7 +364,7 @@ def test_short_steps_are_evaluated_less_often(
 # --- the curve --------------------------------------------------------------------------------------------------------
 
 
-def test_costs_are_interpolated(manifest: Manifest) -> None:
+def test_costs_are_interpolated(manifest):
     steps, longer = (
         tuple(
             Cost(batch=batch, tokens=tokens, seconds=float(tokens) + cache / 256)
@@ -387,7 +383,7 @@ def test_costs_are_interpolated(manifest: Manifest) -> None:
     assert costs.step(8, 2, 256) == pytest.approx(costs.step(4, 4, 256))
 
 
-def test_a_longer_text_costs_all_slots_of_a_device(manifest: Manifest) -> None:
+def test_a_longer_text_costs_all_slots_of_a_device(manifest):
     """Every run takes all of them, so no single one was measured."""
     steps, longer = (
         tuple(Cost(batch=4, tokens=tokens, seconds=tokens + cache / 256) for tokens in (1, 8)) for cache in (256, 512)
@@ -411,7 +407,7 @@ def _busy_costs(refined: bool) -> Costs:
 
 
 @pytest.mark.parametrize("speed", [0.5, 1.0, 3.0], ids=lambda speed: f"{speed}x")
-def test_steps_times_refine_costs(speed: float) -> None:
+def test_steps_times_refine_costs(speed):
     """How costs compare is found out, whatever the machine's speed is, among times a tenth of which are outliers."""
     costs, noise = _busy_costs(refined=True), np.random.default_rng(0)
 
@@ -427,7 +423,7 @@ def test_steps_times_refine_costs(speed: float) -> None:
     assert costs.propose("draft_model", 1, 5) / costs.step(1, 1, 256) == pytest.approx(PROPOSING, rel=0.06)
 
 
-def test_costs_are_moved_only_so_far_and_those_that_were_given_not_at_all() -> None:
+def test_costs_are_moved_only_so_far_and_those_that_were_given_not_at_all():
     inputs, refined = _busy_costs(refined=False), _busy_costs(refined=True)
     for costs in (inputs, refined):
         for _ in range(2000):
@@ -438,7 +434,7 @@ def test_costs_are_moved_only_so_far_and_those_that_were_given_not_at_all() -> N
     assert refined.step(1, 3, 256) == 1.6  # never seen
 
 
-def test_a_step_that_drafts_on_the_device_refines_the_draft_s_cost(manifest: Manifest) -> None:
+def test_a_step_that_drafts_on_the_device_refines_the_draft_s_cost(manifest):
     """It has one time, which says nothing of steps whose draft tokens the host writes."""
     batch = Batch(manifest, curve(manifest, lambda *_: 1.0, lambda *_: 0.5), 1, 8)
     costs = batch.budget._costs = Costs(batch.budget._costs.curve, refined=True)
@@ -458,7 +454,7 @@ def test_a_step_that_drafts_on_the_device_refines_the_draft_s_cost(manifest: Man
 
 
 @pytest.mark.parametrize(("along", "chunks"), [(2, 1), (4, 2 / 64), (64, 5 / 64)])
-def test_what_a_draft_reads_along_is_less_than_a_chunk(manifest: Manifest, along: int, chunks: float) -> None:
+def test_what_a_draft_reads_along_is_less_than_a_chunk(manifest, along, chunks):
     """Two tokens are read along in any case, so a graph for two has another run for each further one."""
     batch = Batch(manifest, curve(manifest, lambda *_: 1.0, read=1.0), 1, 8)
     request = batch.requests[0]
@@ -468,7 +464,7 @@ def test_what_a_draft_reads_along_is_less_than_a_chunk(manifest: Manifest, along
     assert batch.budget._read("draft_model", request) == pytest.approx(chunks)
 
 
-def test_decoding_refines_measured_costs(bundle: Bundles, remembered: Path) -> None:
+def test_decoding_refines_measured_costs(bundle, remembered):
     with Engine.load(bundle("dice-near-batch"), threads=1, calibrate=True) as engine:
         points, before = [(1, 1, 128), (1, 5, 128)], Costs(engine.costs.curve)
         engine.generate([5, 6, 7] * 8, GREEDY)
@@ -486,9 +482,7 @@ def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "costs"
 
 
-def test_a_bundle_is_measured_once_on_a_machine(
-    bundle: Bundles, remembered: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundle_is_measured_once_on_a_machine(bundle, remembered, monkeypatch):
     folder, prompt = bundle("dice-near-batch"), [5, 6, 7] * 8
     with Engine.load(folder, threads=1) as ruled:
         assert ruled.costs is None
@@ -525,14 +519,14 @@ def test_a_bundle_is_measured_once_on_a_machine(
         assert msgspec.json.decode(file.read_bytes(), type=CostCurve) != curve
 
 
-def test_noisy_measurements_are_discarded(bundle: Bundles, remembered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noisy_measurements_are_discarded(bundle, remembered, monkeypatch):
     monkeypatch.setattr(engine_module, "MOST_NOISE", 0.5)
     with Engine.load(bundle("llama-near"), threads=1, calibrate=True) as engine:
         assert engine.costs is not None
     assert not remembered.exists()
 
 
-def test_batches_that_steps_were_too_slow_to_measure_speculate_too(bundle: Bundles, remembered: Path) -> None:
+def test_batches_that_steps_were_too_slow_to_measure_speculate_too(bundle, remembered):
     with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
         measured = engine.calibrate(seconds=1e-9)
         flat = curve(engine.manifest, lambda slots, tokens: 0.01)
@@ -547,7 +541,7 @@ def test_batches_that_steps_were_too_slow_to_measure_speculate_too(bundle: Bundl
             assert stream.stats.drafted > 0
 
 
-def test_tune_batch_measures_again(bundle: Bundles, remembered: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_batch_measures_again(bundle, remembered, capsys):
     words = ["tune", "batch", str(bundle("dice-near-batch")), "--threads", "1", "--seconds", "1"]
     assert main(words) == 0
     assert "draft_model: ms to propose" in capsys.readouterr().out
@@ -558,7 +552,7 @@ def test_tune_batch_measures_again(bundle: Bundles, remembered: Path, capsys: py
     assert {cost["batch"] for cost in json.loads(capsys.readouterr().out)["steps"]} == set(SIZES)
 
 
-def test_steps_draft_as_many_tokens_as_pay(bundle: Bundles, tmp_path: Path) -> None:
+def test_steps_draft_as_many_tokens_as_pay(bundle, tmp_path):
     """Without a word: the most where tokens are free, none where each costs a step; a number that is named stays."""
     folder, params = bundle("llama-near"), GREEDY.replace(max_tokens=60)
     manifest = read_manifest(folder)
@@ -573,7 +567,7 @@ def test_steps_draft_as_many_tokens_as_pay(bundle: Bundles, tmp_path: Path) -> N
             assert named["draft_model"].keys() == {2}
 
 
-def test_a_text_that_repeats_itself_is_looked_up(bundle: Bundles) -> None:
+def test_a_text_that_repeats_itself_is_looked_up(bundle):
     """Where nobody names a method: look-ups come true and cost less than the draft, so the draft is left."""
     folder, params = bundle("llama-near"), GREEDY.replace(max_tokens=120)
     manifest = read_manifest(folder)
@@ -622,9 +616,7 @@ def _steps_dear(slots: int, tokens: int) -> float:
         *(pytest.param(f"qwen3-{at}-batch", marks=pytest.mark.slow) for at in ("medusa", "medusa-draft", "lookup")),
     ],
 )
-def test_requests_use_the_models_defaults(
-    name: str, measured: Callable[..., Engine], oracle: Callable[[str], Any]
-) -> None:
+def test_requests_use_the_models_defaults(name, measured, oracle):
     first = measured(name, _steps_dear, lambda *_: 0.05, 0.3)
     cases = [case for case in oracle(name)["greedy"] if len(case["prompt"]) < 100]
     drafted = []
@@ -644,7 +636,7 @@ def test_requests_use_the_models_defaults(
     assert sum(drafted) > 0
 
 
-def test_unmeasured_methods_join_a_measured_batch(measured: Callable[..., Engine]) -> None:
+def test_unmeasured_methods_join_a_measured_batch(measured):
     first = measured("llama-near-batch", lambda *_: 1.0, lambda *_: 0.05, 0.3)
     prompt, params = [9, 8, 7, 6] * 4, GREEDY.replace(max_tokens=24)
     plain = first.generate(prompt, params, PLAIN)
@@ -655,9 +647,7 @@ def test_unmeasured_methods_join_a_measured_batch(measured: Callable[..., Engine
         assert (stream.stats.drafted > 0) == drafts
 
 
-def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(
-    measured: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(measured, monkeypatch):
     from specexport.methods.draft_model import DraftModelProposer
 
     first = measured("llama-near-batch", lambda slots, tokens: 1.0 if slots < 8 else float(tokens))
@@ -675,7 +665,7 @@ def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(
     assert alone.steps_with_draft == alone.steps - 1 or alone.steps_with_draft == alone.steps
 
 
-def test_a_request_alone_is_reproducible(measured: Callable[..., Engine]) -> None:
+def test_a_request_alone_is_reproducible(measured):
     """K goes to 0 and back, by what requests before it learned; an engine that begins anew takes the same steps."""
     params = SamplingParams(temperature=0.9, max_tokens=55, ignore_eos=True)
     texts, back = [], 0

@@ -43,7 +43,7 @@ def files_of(folder: Path) -> list[str]:
 # --- whole ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_bundle_lists_every_file_it_has(bundle: Bundles) -> None:
+def test_a_bundle_lists_every_file_it_has(bundle):
     folder = bundle("dice-near")
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert files == {*files_of(folder), MANIFEST_NAME}
@@ -52,20 +52,20 @@ def test_a_bundle_lists_every_file_it_has(bundle: Bundles) -> None:
     assert sum(seen) == sum((folder / name).stat().st_size for name in files_of(folder))
 
 
-def test_a_bundle_may_be_moved(copy: Path, bundle: Bundles) -> None:
+def test_a_bundle_may_be_moved(copy, bundle):
     params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
     moved = copy.rename(copy.parent / "elsewhere")
     with Engine.load(moved, threads=1) as loaded, Engine.load(bundle("dice-near"), threads=1) as other:
         assert loaded.generate([5, 8], params).token_ids == other.generate([5, 8], params).token_ids
 
 
-def test_a_manifest_survives_being_written_again(copy: Path) -> None:
+def test_a_manifest_survives_being_written_again(copy):
     manifest = read_manifest(copy)
     write_manifest(copy, manifest)
     assert read_manifest(copy) == manifest
 
 
-def test_no_folder_no_bundle(tmp_path: Path) -> None:
+def test_no_folder_no_bundle(tmp_path):
     refused(tmp_path / "nowhere", "nowhere: no such folder")
     refused(tmp_path, f"no {MANIFEST_NAME}")
     (tmp_path / MANIFEST_NAME).mkdir()
@@ -75,7 +75,7 @@ def test_no_folder_no_bundle(tmp_path: Path) -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_missing_file_is_named(copy: Path) -> None:
+def test_every_missing_file_is_named(copy):
     for name in files_of(copy):
         away = (copy / name).rename(copy.parent / "away")
         refused(copy, name, "missing")
@@ -83,7 +83,7 @@ def test_every_missing_file_is_named(copy: Path) -> None:
     Bundle.open(copy)
 
 
-def test_a_file_cut_short_is_named_with_its_sizes(bundle: Bundles, tmp_path: Path) -> None:
+def test_a_file_cut_short_is_named_with_its_sizes(bundle, tmp_path):
     copy = shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
     for name in ("target/weights.bin", "draft/propose.onnx", "tokenizer/tokenizer.json"):
         whole = (copy / name).read_bytes()
@@ -95,7 +95,7 @@ def test_a_file_cut_short_is_named_with_its_sizes(bundle: Bundles, tmp_path: Pat
     Bundle.open(copy)
 
 
-def test_one_altered_byte_is_found_in_any_file(bundle: Bundles, tmp_path: Path) -> None:
+def test_one_altered_byte_is_found_in_any_file(bundle, tmp_path):
     copy = shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
     for name in files_of(copy):
         path = copy / name
@@ -107,9 +107,7 @@ def test_one_altered_byte_is_found_in_any_file(bundle: Bundles, tmp_path: Path) 
     Bundle.open(copy)
 
 
-def test_files_that_were_right_are_hashed_again_only_if_they_were_touched(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_were_right_are_hashed_again_only_if_they_were_touched(copy, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("specexport.runtime.bundle._TIMESTAMP_RESOLUTION", 0.0)
     hashed: list[Path] = []
@@ -126,14 +124,14 @@ def test_files_that_were_right_are_hashed_again_only_if_they_were_touched(
     refused(copy, "target/weights.bin", "sha256")
 
 
-def test_checking_hashes_can_be_left_out(copy: Path) -> None:
+def test_checking_hashes_can_be_left_out(copy):
     master = copy / "target" / "step.onnx"
     master.write_bytes(master.read_bytes()[::-1])
     Bundle.open(copy, check_hashes=False)
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_a_link_out_of_the_bundle_is_refused(copy: Path, tmp_path: Path, kind: str) -> None:
+def test_a_link_out_of_the_bundle_is_refused(copy, tmp_path, kind):
     outside = tmp_path / "outside"
     inside = copy / "target" if kind == "folder" else copy / "target" / "weights.bin"
     inside.rename(outside)
@@ -147,7 +145,7 @@ def snapshot(copy: Path) -> Path:
     return cached_as_the_hub_does(copy, copy.parent / "models--owner--name")
 
 
-def test_a_bundle_in_the_hubs_cache_runs(copy: Path, snapshot: Path, tmp_path: Path) -> None:
+def test_a_bundle_in_the_hubs_cache_runs(copy, snapshot, tmp_path):
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     deeper = cached_as_the_hub_does(copy, tmp_path / "models--owner--several", "int8")
     (tmp_path / "link").symlink_to(snapshot)
@@ -158,20 +156,20 @@ def test_a_bundle_in_the_hubs_cache_runs(copy: Path, snapshot: Path, tmp_path: P
     assert texts == [texts[0]] * 4
 
 
-def test_a_bundle_of_hard_links_runs(copy: Path, tmp_path: Path) -> None:
+def test_a_bundle_of_hard_links_runs(copy, tmp_path):
     linked = shutil.copytree(copy, tmp_path / "linked", copy_function=os.link)
     with Engine.load(linked, threads=1) as engine:
         assert len(engine.generate([5, 8, 5], SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
 
 
-def test_targets_of_hub_links_are_hashed(snapshot: Path) -> None:
+def test_targets_of_hub_links_are_hashed(snapshot):
     blob = (snapshot / "target" / "step.onnx").resolve()
     blob.write_bytes(blob.read_bytes()[::-1])
     refused(snapshot, "step.onnx", "sha256")
 
 
 @pytest.mark.parametrize("place", ["../../../elsewhere", "../../refs/elsewhere", "../../blobs/../elsewhere"])
-def test_a_link_in_the_hubs_cache_leads_into_its_blobs(snapshot: Path, place: str) -> None:
+def test_a_link_in_the_hubs_cache_leads_into_its_blobs(snapshot, place):
     path = snapshot / "target" / "step.onnx"
     outside = Path(os.path.normpath(snapshot / place))
     outside.parent.mkdir(exist_ok=True)
@@ -181,14 +179,14 @@ def test_a_link_in_the_hubs_cache_leads_into_its_blobs(snapshot: Path, place: st
     refused(snapshot, "step.onnx", "outside the bundle", str(outside))
 
 
-def test_a_bundle_in_the_hubs_cache_is_not_changed(snapshot: Path) -> None:
+def test_a_bundle_in_the_hubs_cache_is_not_changed(snapshot):
     before = sorted(snapshot.parent.parent.rglob("*"))
     with pytest.raises(BuildError, match=r"a snapshot in the hub's cache.*copy it"), changing(snapshot):
         pass
     assert sorted(snapshot.parent.parent.rglob("*")) == before
 
 
-def test_links_to_and_within_a_bundle_are_fine(copy: Path, tmp_path: Path) -> None:
+def test_links_to_and_within_a_bundle_are_fine(copy, tmp_path):
     weights = copy / "target" / "weights.bin"
     weights.rename(copy / "shared.bin")
     weights.symlink_to(Path("..") / "shared.bin")
@@ -196,7 +194,7 @@ def test_links_to_and_within_a_bundle_are_fine(copy: Path, tmp_path: Path) -> No
     Bundle.open(tmp_path / "link")
 
 
-def test_invalid_tokenizers_are_named(copy: Path) -> None:
+def test_invalid_tokenizers_are_named(copy):
     (copy / "tokenizer" / "tokenizer.json").write_text("{}", encoding="utf-8")
     relist(copy)
     with pytest.raises(BundleError, match=r"tokenizer\.json: not a tokenizer"):
@@ -207,7 +205,7 @@ def test_invalid_tokenizers_are_named(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 99, 10**30])
-def test_a_newer_format_is_refused_whatever_else_it_says(copy: Path, version: int) -> None:
+def test_a_newer_format_is_refused_whatever_else_it_says(copy, version):
     (copy / MANIFEST_NAME).write_text(json.dumps({"format_version": version, "new": {}}), encoding="utf-8")
     refused(copy, f"format version {version} is newer than {FORMAT_VERSION}", "upgrade")
 
@@ -232,7 +230,7 @@ def test_a_newer_format_is_refused_whatever_else_it_says(copy: Path, version: in
     ],
     ids=lambda value: str(value[:24]) if isinstance(value, bytes) else None,
 )
-def test_invalid_manifests_are_refused(copy: Path, raw: bytes, reason: str) -> None:
+def test_invalid_manifests_are_refused(copy, raw, reason):
     (copy / MANIFEST_NAME).write_bytes(raw)
     refused(copy, MANIFEST_NAME, reason)
 
@@ -244,7 +242,7 @@ EVERY_OBJECT = (
 
 
 @pytest.mark.parametrize("place", EVERY_OBJECT.split(" "))
-def test_unknown_fields_are_refused(copy: Path, place: str) -> None:
+def test_unknown_fields_are_refused(copy, place):
     put(copy, f"{place}surprise", 1)
     refused(copy, "surprise is unknown", *json_places(place.rstrip(".")))
 
@@ -273,7 +271,7 @@ WRONG_KINDS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize(("place", "value"), [(place, value) for place in WRONG_KINDS for value in WRONG_KINDS[place]])
-def test_values_of_the_wrong_kind_are_refused_by_place(copy: Path, place: str, value: Any) -> None:
+def test_values_of_the_wrong_kind_are_refused_by_place(copy, place, value):
     put(copy, place, value)
     refused(copy, MANIFEST_NAME, "not a valid manifest", *json_places(place.removesuffix(".method")))
 
@@ -293,7 +291,7 @@ HUGE = (
 
 @pytest.mark.parametrize("place", HUGE.split())
 @pytest.mark.parametrize("size", [2**25, 10**30])
-def test_huge_dimensions_are_refused_before_memory_is_taken(copy: Path, place: str, size: int) -> None:
+def test_huge_dimensions_are_refused_before_memory_is_taken(copy, place, size):
     put(copy, place, size)
     refused(copy, MANIFEST_NAME, place.rpartition(".")[2])
 
@@ -314,7 +312,7 @@ def compiled(document: Document, **changes: Any) -> Document:
     return engine
 
 
-def test_engines_report_their_backend(copy: Path) -> None:
+def test_engines_report_their_backend(copy):
     rewritten(copy, compiled)
     (engine,) = read_manifest(copy).engines
     assert engine.runs_on((8, 6)) and engine.runs_on((8, 9))
@@ -337,19 +335,19 @@ def test_engines_report_their_backend(copy: Path) -> None:
         ({"profiles": [{"batch": 1, "tokens": 2, "cache": 256, "drafts": 4}]}, "no shape point of the target is like"),
     ],
 )
-def test_engines_that_cannot_be_right_are_refused(copy: Path, changes: Document, reason: str) -> None:
+def test_engines_that_cannot_be_right_are_refused(copy, changes, reason):
     rewritten(copy, lambda document: compiled(document, **changes))
     refused(copy, MANIFEST_NAME, reason)
 
 
 @pytest.mark.parametrize(("role", "place"), [("target", "target"), ("draft", "methods.0.draft")])
-def test_dimensions_that_are_huge_together_are_refused(copy: Path, role: str, place: str) -> None:
+def test_dimensions_that_are_huge_together_are_refused(copy, role, place):
     for size in ("heads", "key_size"):
         put(copy, f"{place}.cache.0.{size}", 2**20)
     refused(copy, f"the {role}'s cache would take")
 
 
-def test_a_huge_file_is_refused_before_it_is_read(copy: Path) -> None:
+def test_a_huge_file_is_refused_before_it_is_read(copy):
     put(copy, "files.0.size", 2**60)
     refused(copy, f"expected {2**60}")
 
@@ -358,7 +356,7 @@ def test_a_huge_file_is_refused_before_it_is_read(copy: Path) -> None:
     "path", ["../x", "a/../../x", "/etc/hostname", "a\\b", "..\\x", "C:/x", "./x", "a//b", "a/./b", "a/", "", ".."]
 )
 @pytest.mark.parametrize("used", [True, False])
-def test_paths_out_of_the_bundle_are_refused(copy: Path, path: str, used: bool) -> None:
+def test_paths_out_of_the_bundle_are_refused(copy, path, used):
     entry = {"path": path, "size": 0, "sha256": hashlib.sha256(b"").hexdigest()}
     rewritten(copy, lambda document: document["files"].append(entry))
     if used:
@@ -373,7 +371,7 @@ USED = (
 
 
 @pytest.mark.parametrize("place", USED.split())
-def test_files_that_are_used_must_be_listed(copy: Path, place: str) -> None:
+def test_files_that_are_used_must_be_listed(copy, place):
     (copy / "extra").write_bytes(b"")
     put(copy, place, "extra")
     refused(copy, "'extra' is used but not listed")
@@ -387,7 +385,7 @@ def test_files_that_are_used_must_be_listed(copy: Path, place: str) -> None:
         ("target.graph.points", "graph.points of the target: b1.t1"),
     ],
 )
-def test_what_is_listed_twice_is_refused(copy: Path, place: str, reason: str) -> None:
+def test_what_is_listed_twice_is_refused(copy, place, reason):
     def doubled(document: Document) -> None:
         holder, key = at(document, place)
         holder[key].append(holder[key][0])
@@ -396,7 +394,7 @@ def test_what_is_listed_twice_is_refused(copy: Path, place: str, reason: str) ->
     refused(copy, reason)
 
 
-def test_missing_shape_points_are_refused(copy: Path) -> None:
+def test_missing_shape_points_are_refused(copy):
     whole = (copy / MANIFEST_NAME).read_bytes()
     for tokens in (1, 2, 6, 64):
 
@@ -426,16 +424,14 @@ def test_missing_shape_points_are_refused(copy: Path) -> None:
         ("methods.0.draft.cache.0.key_size", 7, "input 'past_key.0'"),
     ],
 )
-def test_a_graph_that_is_not_what_the_manifest_says_is_named_with_the_field(
-    copy: Path, place: str, value: Any, reason: str
-) -> None:
+def test_a_graph_that_is_not_what_the_manifest_says_is_named_with_the_field(copy, place, value, reason):
     put(copy, place, value)
     with pytest.raises(BundleError) as caught:
         Engine.load(copy, threads=1).close()
     assert reason in str(caught.value)
 
 
-def test_an_input_that_only_the_graph_has_is_named(copy: Path, bundle: Bundles) -> None:
+def test_an_input_that_only_the_graph_has_is_named(copy, bundle):
     """Graph and weights of another bundle, whose target takes embeddings too."""
     put(copy, "methods", [])
     other = bundle("gemma2-embeds")
@@ -469,7 +465,7 @@ def test_an_input_that_only_the_graph_has_is_named(copy: Path, bundle: Bundles) 
         ("methods.0.draft.graph.points.0.drafts", 0, "graph.points of the draft: b1"),
     ],
 )
-def test_fields_that_contradict_others_are_named(copy: Path, place: str, value: Any, reason: str) -> None:
+def test_fields_that_contradict_others_are_named(copy, place, value, reason):
     put(copy, place, value)
     refused(copy, MANIFEST_NAME, *reason.split(" ... "))
 
@@ -497,15 +493,13 @@ def test_fields_that_contradict_others_are_named(copy: Path, place: str, value: 
         ("qwen3-lookahead", {"ngram": 1}, "not a valid manifest"),
     ],
 )
-def test_options_that_cannot_be_right_are_refused(
-    bundle: Bundles, tmp_path: Path, name: str, change: Document, reason: str
-) -> None:
+def test_options_that_cannot_be_right_are_refused(bundle, tmp_path, name, change, reason):
     folder = shutil.copytree(bundle(name), tmp_path / "bundle")
     rewritten(folder, lambda document: document["methods"][0].update(change))
     refused(folder, reason)
 
 
-def test_a_cache_too_small_is_refused(copy: Path) -> None:
+def test_a_cache_too_small_is_refused(copy):
     put(copy, "target.max_positions", 100)
     put(copy, "max_seq_len", 100)
     refused(copy, "max_seq_len is 100, and the largest cache of 128 rows has no room for a step of 64 tokens")
@@ -543,7 +537,7 @@ def build(checkpoint: Path, output: Path, stop_at: str | None = None, **options:
 
 
 @pytest.mark.exporter
-def test_a_build_that_fails_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_build_that_fails_leaves_nothing(checkpoint, tmp_path):
     with pytest.raises(Interrupted):
         build(checkpoint, tmp_path / "bundle", stop_at="hashing")
     assert list(tmp_path.iterdir()) == []
@@ -553,7 +547,7 @@ def test_a_build_that_fails_leaves_nothing(checkpoint: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.exporter
-def test_a_bundle_is_replaced_only_on_request_and_only_by_a_whole_one(checkpoint: Path, copy: Path) -> None:
+def test_a_bundle_is_replaced_only_on_request_and_only_by_a_whole_one(checkpoint, copy):
     before = contents(copy)
     with pytest.raises(BuildError, match=r"exists already.*--overwrite"):
         build(Path("nowhere"), copy)  # before the target is looked for, and perhaps downloaded
@@ -570,7 +564,7 @@ def test_a_bundle_is_replaced_only_on_request_and_only_by_a_whole_one(checkpoint
 
 @pytest.mark.exporter
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_other_folders_are_not_replaced(checkpoint: Path, tmp_path: Path, overwrite: bool) -> None:
+def test_other_folders_are_not_replaced(checkpoint, tmp_path, overwrite):
     (tmp_path / "precious").write_text("data", encoding="utf-8")
     for output in (tmp_path, tmp_path / "precious"):
         with pytest.raises(BuildError, match="exists"):

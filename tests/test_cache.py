@@ -63,7 +63,7 @@ class Builds:
         shutil.copytree(self.made, output)
 
 
-def test_the_same_is_built_once_and_a_moved_checkpoint_is_the_same(model: Path) -> None:
+def test_the_same_is_built_once_and_a_moved_checkpoint_is_the_same(model):
     builds = Builds()
     methods = read_methods("ngram")
     first = cached_bundle({"target": str(model), "methods": methods}, builds)
@@ -74,7 +74,7 @@ def test_the_same_is_built_once_and_a_moved_checkpoint_is_the_same(model: Path) 
     assert builds.options == [{"target": str(model), "methods": methods}]
 
 
-def test_changed_content_or_options_are_rebuilt(model: Path) -> None:
+def test_changed_content_or_options_are_rebuilt(model):
     builds = Builds()
     bundles = {
         cached_bundle({"target": str(model)}, builds),
@@ -108,7 +108,7 @@ def test_changed_content_or_options_are_rebuilt(model: Path) -> None:
     assert len(bundles) == 5 + 2 * 8 - 1
 
 
-def test_calibration_data_count_by_their_content(model: Path) -> None:
+def test_calibration_data_count_by_their_content(model):
     builds = Builds()
     text, moved = model.parent / "text.txt", model.parent / "moved.txt"
     options = {"target": str(model), "precision": "int4"}
@@ -122,7 +122,7 @@ def test_calibration_data_count_by_their_content(model: Path) -> None:
         cached_bundle({**options, "calibration_data": str(text)}, builds)
 
 
-def test_a_tree_counts_by_what_its_file_holds_not_by_its_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_counts_by_what_its_file_holds_not_by_its_name(model, monkeypatch):
     opened: list[Path] = []
 
     def engine(folder: Path, **_: Any) -> None:
@@ -150,7 +150,7 @@ def test_a_tree_counts_by_what_its_file_holds_not_by_its_name(model: Path, monke
     assert [len(options["methods"][0].trees) for options in builds.options] == [1, 1]
 
 
-def test_a_build_that_fails_leaves_nothing_and_may_be_tried_again(model: Path) -> None:
+def test_a_build_that_fails_leaves_nothing_and_may_be_tried_again(model):
     def fail(*_: Any) -> None:
         raise BuildError("out of disk")
 
@@ -159,7 +159,7 @@ def test_a_build_that_fails_leaves_nothing_and_may_be_tried_again(model: Path) -
     assert (cached_bundle({"target": str(model)}, Builds()) / MANIFEST_NAME).is_file()
 
 
-def test_of_several_at_once_one_builds(model: Path) -> None:
+def test_of_several_at_once_one_builds(model):
     begun, go, builds = threading.Event(), threading.Event(), Builds()
 
     def slow(options: dict[str, Any], output: Path) -> None:
@@ -177,7 +177,7 @@ def test_of_several_at_once_one_builds(model: Path) -> None:
     assert len(builds.options) == 1
 
 
-def test_a_killed_build_frees_its_lock(model: Path) -> None:
+def test_a_killed_build_frees_its_lock(model):
     program = f"""
 import os, signal
 from specexport.building import cached_bundle
@@ -209,7 +209,7 @@ HARMS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_damaged_bundles_are_named_and_rebuilt(model: Path, harm: str) -> None:
+def test_damaged_bundles_are_named_and_rebuilt(model, harm):
     builds = Builds()
     folder = cached_bundle({"target": str(model)}, builds)
     HARMS[harm](folder)
@@ -221,7 +221,7 @@ def test_damaged_bundles_are_named_and_rebuilt(model: Path, harm: str) -> None:
     check_files(folder, read_manifest(folder), hashes=True)
 
 
-def test_a_cache_that_cannot_be_written_is_named(model: Path, cache: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_named(model, cache):
     cache.write_text("no folder")
     with pytest.raises(BuildError, match=f"{cache}.*; SPECEXPORT_CACHE names the cache folder: set it to"):
         cached_bundle({"target": str(model)}, Builds())
@@ -241,7 +241,7 @@ def whole(_: dict[str, Any], output: Path) -> None:
         (folder / "weights.bin").write_bytes(b"0" * 2000)
 
 
-def test_leftovers_of_killed_processes_are_removed_after_a_week(model: Path, cache: Path) -> None:
+def test_leftovers_of_killed_processes_are_removed_after_a_week(model, cache):
     cached_bundle({"target": str(model)}, Builds())
     old, new = cache / "bundles" / ".old-1.unfinished", cache / "bundles" / ".new-1.unfinished"
     for folder in (old, new):
@@ -254,23 +254,21 @@ def test_leftovers_of_killed_processes_are_removed_after_a_week(model: Path, cac
     assert not old.exists() and new.exists() and not part.exists()
 
 
-def test_a_torn_record_of_a_hash_is_not_believed(model: Path, cache: Path) -> None:
+def test_a_torn_record_of_a_hash_is_not_believed(model, cache):
     folder = cached_bundle({"target": str(model)}, Builds())
     for memo in (cache / "hashes").iterdir():
         _half(memo)
     assert cached_bundle({"target": str(model)}, Builds()) == folder
 
 
-def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_is_where_the_user_wants_it(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("SPECEXPORT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "specexport"
 
 
-def test_llm_builds_speculates_and_finds_it_again(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_llm_builds_speculates_and_finds_it_again(tmp_path, cache, capsys):
     target = make_checkpoint(tmp_path / "target", "llama", **SMALL)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
@@ -299,7 +297,7 @@ class Facts(msgspec.Struct):
     number: int
 
 
-def test_stages_that_are_whole_are_not_run_again(tmp_path: Path) -> None:
+def test_stages_that_are_whole_are_not_run_again(tmp_path):
     runs: list[str] = []
 
     def build(folder: Path, name: str = "target") -> Facts:
@@ -338,9 +336,7 @@ def test_stages_that_are_whole_are_not_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signalled", [KeyboardInterrupt, SystemExit])
-def test_interrupted_builds_resume_after_finished_stages(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, signalled: type[BaseException]
-) -> None:
+def test_interrupted_builds_resume_after_finished_stages(tmp_path, cache, monkeypatch, signalled):
     from specexport.exporter import target as exporter_target
     from specexport.methods.draft_model import export as draft_export
 
@@ -393,7 +389,7 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_same_code_has_the_same_fingerprint_wherever_it_lies(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_code_has_the_same_fingerprint_wherever_it_lies(copied, monkeypatch):
     first = fingerprint()
     fingerprint.cache_clear()
     monkeypatch.undo()
@@ -403,7 +399,7 @@ def test_the_same_code_has_the_same_fingerprint_wherever_it_lies(copied: Path, m
 @pytest.mark.parametrize(
     "file", ["contract/tensors.py", "graphs/step.py", "methods/medusa/export.py", "exporter/texts/calibration.txt"]
 )
-def test_a_changed_file_changes_it(copied: Path, file: str) -> None:
+def test_a_changed_file_changes_it(copied, file):
     before = fingerprint()
     (copied / file).write_text((copied / file).read_text(encoding="utf-8") + "\n", encoding="utf-8")
     assert fingerprint() == before  # it is asked for once a process
@@ -411,14 +407,14 @@ def test_a_changed_file_changes_it(copied: Path, file: str) -> None:
     assert fingerprint() != before
 
 
-def test_a_renamed_file_changes_it(copied: Path) -> None:
+def test_a_renamed_file_changes_it(copied):
     before = fingerprint()
     (copied / "graphs/step.py").rename(copied / "graphs/steps.py")
     fingerprint.cache_clear()
     assert fingerprint() != before
 
 
-def test_another_version_of_a_library_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_a_library_changes_it(monkeypatch):
     before = fingerprint()
     installed = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0" if name == "torch" else installed(name))
@@ -426,7 +422,7 @@ def test_another_version_of_a_library_changes_it(monkeypatch: pytest.MonkeyPatch
     assert fingerprint() != before
 
 
-def test_it_imports_no_heavy_packages() -> None:
+def test_it_imports_no_heavy_packages():
     code = (
         "import sys; from specexport.exporter.records import fingerprint; fingerprint(); "
         "print([name for name in ('torch', 'transformers', 'onnx') if name in sys.modules])"

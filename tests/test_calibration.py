@@ -1,7 +1,6 @@
 """Matrices that are rounded for a text."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -23,7 +22,7 @@ DEPTH, OUTPUTS = 128, 96
 WIDE = {"hidden_size": 128, "intermediate_size": 256}
 
 
-def test_outputs_change_less_than_by_rounding_each_weight_alone() -> None:
+def test_outputs_change_less_than_by_rounding_each_weight_alone():
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(DEPTH // 4, DEPTH, generator=generator)  # inputs that go together, as in models
     x = torch.randn(512, DEPTH // 4, generator=generator) @ mixed + 0.3 * torch.randn(512, DEPTH, generator=generator)
@@ -44,7 +43,7 @@ def test_outputs_change_less_than_by_rounding_each_weight_alone() -> None:
     assert bool(gptq("w", weight, InputFactor.of(x[:4]), 32).read().isfinite().all())
 
 
-def test_calibration_uses_rounded_inputs(tmp_path: Path) -> None:
+def test_calibration_uses_rounded_inputs(tmp_path):
     checkpoint = load_checkpoint(str(make_checkpoint(tmp_path / "target", "llama", **WIDE)))
     exact = {name: weight.detach().clone() for name, weight in checkpoint.model.named_parameters()}
     seen: list[int] = []
@@ -62,7 +61,7 @@ def test_calibration_uses_rounded_inputs(tmp_path: Path) -> None:
     assert all(torch.equal(weight, exact[name]) for name, weight in checkpoint.model.named_parameters())
 
 
-def test_values_and_down_projections_get_int8_while_the_model_is_no_larger_than_q4_k_m(tmp_path: Path) -> None:
+def test_values_and_down_projections_get_int8_while_the_model_is_no_larger_than_q4_k_m(tmp_path):
     sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 8, "num_key_value_heads": 4}
     checkpoint = load_checkpoint(str(make_checkpoint(tmp_path / "target", "llama", **sizes)))
     tensors = calibrate(checkpoint, list(range(3, 300)), 32, lambda *_: None).tensors
@@ -80,7 +79,7 @@ def test_values_and_down_projections_get_int8_while_the_model_is_no_larger_than_
     assert matrices <= 8.5 * head + 5.5 * narrow + 3 * 4 * 192 * 192 + 6.5625 * outer + 4.5 * outer
 
 
-def test_calibration_data_changes_the_rounding(tmp_path: Path) -> None:
+def test_calibration_data_changes_the_rounding(tmp_path):
     target = make_checkpoint(tmp_path / "target", "llama", **WIDE)
     (tmp_path / "a.txt").write_text("people went back home and thought " * 40, encoding="utf-8")
     lines = [{"text": "3, 14, 15, 92, 65 " * 40}, {"messages": [{"role": "user", "content": "one word " * 40}]}]
@@ -115,7 +114,7 @@ def test_calibration_data_changes_the_rounding(tmp_path: Path) -> None:
         ("bad.jsonl", '{"text": 3}', "line 1: text is a whole number; expected a text or null"),
     ],
 )
-def test_faults_of_calibration_data_are_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+def test_faults_of_calibration_data_are_named(tmp_path, name, content, message):
     path = tmp_path / name
     if content is not None:
         path.write_text(content, encoding="utf-8", errors="surrogateescape")
@@ -126,15 +125,13 @@ def test_faults_of_calibration_data_are_named(tmp_path: Path, name: str, content
         BuildOptions("target", tmp_path / "bundle", precision="int8", calibration_data=path)
 
 
-def test_line_ends_of_unicode_do_not_end_a_line_of_json(tmp_path: Path) -> None:
+def test_line_ends_of_unicode_do_not_end_a_line_of_json(tmp_path):
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "one\u2028two\x85three"}\n{"text": "four"}\n', encoding="utf-8")
     assert calibration_text(path) == "one\u2028two\x85three\n\nfour"
 
 
-def test_a_short_calibration_text_is_refused_before_the_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_calibration_text_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
     target = make_checkpoint(tmp_path / "target", "llama", **WIDE)
     monkeypatch.setattr("specexport.exporter.target.load_checkpoint", lambda _: pytest.fail("loaded"))
     (tmp_path / "short.txt").write_text("one word", encoding="utf-8")

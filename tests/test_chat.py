@@ -32,7 +32,7 @@ TEMPLATES = {
 @pytest.mark.exporter
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("prompted", [True, False])
-def test_templates_read_as_transformers_renders_them(name: str, prompted: bool) -> None:
+def test_templates_read_as_transformers_renders_them(name, prompted):
     from tests.checkpoints import tokenizer
 
     expected = tokenizer().apply_chat_template(
@@ -45,7 +45,7 @@ def test_templates_read_as_transformers_renders_them(name: str, prompted: bool) 
 @pytest.mark.exporter
 @pytest.mark.parametrize("name", ["chatml", "llama", "namespace", "trimmed"])
 @pytest.mark.parametrize("content", ["Good", " Good ", "Hello, ünïcode", [{"type": "text", "text": "Good "}]])
-def test_the_last_message_is_continued_as_by_transformers(name: str, content: Any) -> None:
+def test_the_last_message_is_continued_as_by_transformers(name, content):
     from tests.checkpoints import tokenizer
 
     source = TEMPLATES.get(name, TEMPLATES["chatml"].replace("m['content']", "m['content'] | trim"))
@@ -66,14 +66,14 @@ def test_the_last_message_is_continued_as_by_transformers(name: str, content: An
         ([*CHAT, {"role": "note", "content": "x"}], "leaves the last message out"),
     ],
 )
-def test_a_message_that_cannot_be_continued_is_refused(chat: Any, words: str) -> None:
+def test_a_message_that_cannot_be_continued_is_refused(chat, words):
     template = "{% for m in messages if m.role != 'note' %}{{ m.role }}: {{ m.content }}{% endfor %}"
     with pytest.raises(RequestError, match=words) as raised:
         ChatTemplate(template, TOKENS).render(chat, continue_final_message=True)
     assert raised.value.param == "continue_final_message"
 
 
-def test_later_system_messages_that_a_template_drops_join_the_first() -> None:
+def test_later_system_messages_that_a_template_drops_join_the_first():
     """As gpt-oss' and SmolLM3's drop them."""
     first_only = (
         "{% if messages[0].role == 'system' %}[{{ messages[0].content }}]{% endif %}"
@@ -142,7 +142,7 @@ def _parts(*texts: str) -> list[dict[str, str]]:
         ("{% for m in messages %}{{ m.content[0]['text'] }}{% endfor %}", "one", _parts("one")),
     ],
 )
-def test_content_reaches_a_template_in_the_form_that_it_reads(template: str, content: Any, read: Any) -> None:
+def test_content_reaches_a_template_in_the_form_that_it_reads(template, content, read):
     """The prompt is the one that transformers makes of the form that is expected here."""
     from tests.checkpoints import tokenizer
 
@@ -158,7 +158,7 @@ def test_content_reaches_a_template_in_the_form_that_it_reads(template: str, con
     assert not content or "see the file" in expected or "one" in expected
 
 
-def test_roles_may_be_read_in_different_forms() -> None:
+def test_roles_may_be_read_in_different_forms():
     chat_template = ChatTemplate(FIRST_OF_SYSTEM, {})
     user, system = {"role": "user", "content": PARTS}, {"role": "system", "content": "Be brief."}
     assert chat_template.render([system, user]) == "<Be brief.>see the file\nimport os"
@@ -168,14 +168,14 @@ def test_roles_may_be_read_in_different_forms() -> None:
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "ipython"])
 @pytest.mark.parametrize("template", [ONLY_PARTS, EITHER, MACRO])
-def test_no_roles_words_are_lost(role: str, template: str) -> None:
+def test_no_roles_words_are_lost(role, template):
     for content in ("words", _parts("words")):
         assert "words" in ChatTemplate(template, {}).render(
             [{"role": "user", "content": "a"}, {"role": role, "content": content}]
         )
 
 
-def test_parts_may_be_named_as_responses_name_them() -> None:
+def test_parts_may_be_named_as_responses_name_them():
     content = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}, {"text": "c"}, "d"]
     assert ChatTemplate(ONLY_PARTS, {}).render([{"role": "user", "content": content}]) == "USER: a b c d ASSISTANT:"
 
@@ -190,7 +190,7 @@ def test_parts_may_be_named_as_responses_name_them() -> None:
         (5, "messages.0.content is 5; expected a text, or a list of parts"),
     ],
 )
-def test_values_that_are_not_text_are_refused(content: Any, message: str) -> None:
+def test_values_that_are_not_text_are_refused(content, message):
     with pytest.raises(RequestError, match=re.escape(message)):
         ChatTemplate(ONLY_PARTS, {}).render([{"role": "user", "content": content}])
 
@@ -198,7 +198,7 @@ def test_values_that_are_not_text_are_refused(content: Any, message: str) -> Non
 @pytest.mark.parametrize(
     ("messages", "message"), [([], "there are none"), (["a"], r"messages\.0 is str; expected a mapping")]
 )
-def test_invalid_conversations_are_refused(messages: Any, message: str) -> None:
+def test_invalid_conversations_are_refused(messages, message):
     with pytest.raises(RequestError, match=message):
         ChatTemplate(EITHER, {}).render(messages)
 
@@ -215,7 +215,7 @@ CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "argume
         "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }};{% endfor %}",
     ],
 )
-def test_missing_message_fields_equal_transformers(template: str) -> None:
+def test_missing_message_fields_equal_transformers(template):
     from tests.checkpoints import tokenizer
 
     chat = [
@@ -227,7 +227,7 @@ def test_missing_message_fields_equal_transformers(template: str) -> None:
     assert ChatTemplate(template, {}).render(chat, add_generation_prompt=False) == expected
 
 
-def test_a_call_without_content_suits_templates_that_want_some() -> None:
+def test_a_call_without_content_suits_templates_that_want_some():
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
     assert ChatTemplate(template, {}).render(chat) == "user: aassistant: "
@@ -236,7 +236,7 @@ def test_a_call_without_content_suits_templates_that_want_some() -> None:
 @pytest.mark.parametrize(
     "form", ["+ c.function.arguments", "~ c.function.arguments", "+ c.function.arguments | tojson"]
 )
-def test_arguments_of_calls_are_json_in_templates_of_either_form(form: str) -> None:
+def test_arguments_of_calls_are_json_in_templates_of_either_form(form):
     """DeepSeek's templates take texts; others would write an object as Python does."""
     calls = "{% for c in m.tool_calls %}{{ c.function.name " + form + " }}{% endfor %}"
     template = "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}" + calls + "{% endif %}{% endfor %}"
@@ -252,7 +252,7 @@ def test_arguments_of_calls_are_json_in_templates_of_either_form(form: str) -> N
         ("{% elif m.role == 'developer' %}developer:{{ m.content }}", "developer:be briefa"),
     ],
 )
-def test_a_developers_message_is_the_systems_where_a_template_does_not_know_it(other: str, text: str) -> None:
+def test_a_developers_message_is_the_systems_where_a_template_does_not_know_it(other, text):
     template = (
         "{% for m in messages %}{% if m.role == 'system' %}[{{ m.content }}]{% elif m.role == 'user' %}{{ m.content }}"
         + other
@@ -262,7 +262,7 @@ def test_a_developers_message_is_the_systems_where_a_template_does_not_know_it(o
     assert ChatTemplate(template, {}).render(chat) == text
 
 
-def test_templates_may_write_the_arguments_of_calls_in_a_form_of_their_own() -> None:
+def test_templates_may_write_the_arguments_of_calls_in_a_form_of_their_own():
     """As Gemma 4's and Kimi K3's do, which write JSON texts whole."""
     call = "{% for k, v in c.function.arguments | items %}{{ k }}:<{{ v }}>{% endfor %}"
     call = "{% if c.function.arguments is mapping %}" + call + "{% else %}{{ c.function.arguments }}{% endif %}"
@@ -279,7 +279,7 @@ NAMED = {
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def test_missing_templates_are_named() -> None:
+def test_missing_templates_are_named():
     with pytest.raises(
         RequestError, match="chat_template is 'sql'; expected one of the model's: default, rag, tool_use"
     ):
@@ -288,7 +288,7 @@ def test_missing_templates_are_named() -> None:
         ChatTemplate({"rag": "", "sql": ""}, {}).render(CHAT)
 
 
-def test_a_template_refuses_in_its_own_words() -> None:
+def test_a_template_refuses_in_its_own_words():
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(RequestError, match="messages: the model's chat template refuses them: roles must alternate"):
         template.render(CHAT)
@@ -305,23 +305,23 @@ def test_a_template_refuses_in_its_own_words() -> None:
         "{% for i in range(10 ** 9) %}x{% endfor %}",
     ],
 )
-def test_a_template_stays_in_its_sandbox(source: str) -> None:
+def test_a_template_stays_in_its_sandbox(source):
     with pytest.raises(RequestError, match="chat template"):
         ChatTemplate(source, {}).render(CHAT)
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token", "raise_exception", "range"])
-def test_new_values_get_unused_names(name: str) -> None:
+def test_new_values_get_unused_names(name):
     with pytest.raises(RequestError, match=f"chat_template_kwargs: {name} is set already"):
         ChatTemplate("{{ messages }}", TOKENS).render(CHAT, {name: 1})
 
 
-def test_a_variable_may_have_any_other_name() -> None:
+def test_a_variable_may_have_any_other_name():
     names = ("self", "source", "variables", "args", "kwargs", "cls", "class", "__init__", "context", "environment")
     assert ChatTemplate("{{ args }}{{ self is none }}", TOKENS).render(CHAT, dict.fromkeys(names, 1)) == "1False"
 
 
-def test_messages_a_template_fails_on_are_an_error_of_the_request() -> None:
+def test_messages_a_template_fails_on_are_an_error_of_the_request():
     with pytest.raises(RequestError, match="fails on them"):
         ChatTemplate("{{ messages[0].content + 1 }}", {}).render(CHAT)
 
@@ -344,7 +344,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
         "{{ " + "(" * 5000 + ")" * 5000 + " }}",
     ],
 )
-def test_a_template_is_bounded_in_time_and_memory(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_is_bounded_in_time_and_memory(source, monkeypatch):
     """And what comes after it is answered: by the same process, or by a new one."""
     monkeypatch.setattr("specexport.runtime.chat.SECONDS", 1.0)
     template = ChatTemplate("{% if messages[0].content == 'go' %}" + source + "{% endif %}fine", {})
@@ -355,7 +355,7 @@ def test_a_template_is_bounded_in_time_and_memory(source: str, monkeypatch: pyte
         assert template.render([{"role": "user", "content": "stay"}]) == "fine"
 
 
-def test_its_process_is_started_again_if_the_system_ends_it() -> None:
+def test_its_process_is_started_again_if_the_system_ends_it():
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template.render([{"role": "user", "content": "one"}]) == "one"
     template._process.kill()  # as the system does where memory is short
@@ -363,7 +363,7 @@ def test_its_process_is_started_again_if_the_system_ends_it() -> None:
     assert template.render([{"role": "user", "content": "two"}]) == "two"
 
 
-def test_its_process_ends_with_the_template() -> None:
+def test_its_process_ends_with_the_template():
     template = ChatTemplate("fine", {})
     template.render(CHAT)
     process = template._process
@@ -373,24 +373,24 @@ def test_its_process_ends_with_the_template() -> None:
     assert process.wait(30) is not None
 
 
-def test_conversations_from_several_threads_each_get_their_own() -> None:
+def test_conversations_from_several_threads_each_get_their_own():
     template = ChatTemplate("{{ messages[0].content }}", {})
     with ThreadPoolExecutor(8) as threads:
         text = list(threads.map(lambda index: template.render([{"content": str(index)}]), range(100)))
     assert text == list(map(str, range(100)))
 
 
-def test_values_beyond_json_are_named() -> None:
+def test_values_beyond_json_are_named():
     with pytest.raises(RequestError, match=r"messages: cannot be written as JSON: .*set"):
         ChatTemplate("fine", {}).render([{"role": {1}}])
 
 
-def test_a_broken_template_names_its_line() -> None:
+def test_a_broken_template_names_its_line():
     with pytest.raises(BundleError, match="line 2"):
         ChatTemplate("fine\n{% if %}", {}).render(CHAT)
 
 
-def test_half_a_character_is_no_text() -> None:
+def test_half_a_character_is_no_text():
     half, chat_template = "a\ud800", ChatTemplate("{{ messages[0].content }}{{ tools }}", {})
     for messages, variables, place in (
         ([{"content": half}], {}, "messages.0.content"),
@@ -402,7 +402,7 @@ def test_half_a_character_is_no_text() -> None:
             chat_template.render(messages, variables)
 
 
-def test_template_errors_are_one_short_line() -> None:
+def test_template_errors_are_one_short_line():
     with pytest.raises(RequestError) as caught:
         ChatTemplate("{{ raise_exception('a\\nb' * 9999) }}", {}).render(CHAT)
     assert "\n" not in str(caught.value)

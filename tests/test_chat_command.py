@@ -56,7 +56,7 @@ def piped(
 
 
 @pytest.mark.parametrize("editor", [True, False])
-def test_terminal_turns_equal_llm_chat(folder: Path, tmp_path: Path, editor: bool) -> None:
+def test_terminal_turns_equal_llm_chat(folder, tmp_path, editor):
     """With prompt_toolkit, and in a dumb terminal of 40 columns without colours."""
     plain = {} if editor else {"TERM": "dumb", "NO_COLOR": "1"}
     cache = {"SPECEXPORT_CACHE": str(tmp_path / "cache")}
@@ -87,7 +87,7 @@ def test_terminal_turns_equal_llm_chat(folder: Path, tmp_path: Path, editor: boo
     assert history.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_torn_line_of_the_history_is_left_out(tmp_path: Path) -> None:
+def test_a_torn_line_of_the_history_is_left_out(tmp_path):
     file = tmp_path / "chat-history.jsonl"
     file.write_text('"one"\n"tw\n"three"\n')
     assert _History(file).messages == ["one", "three"]
@@ -97,7 +97,7 @@ def test_a_torn_line_of_the_history_is_left_out(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_editor_has_history_and_several_lines(folder: Path, tmp_path: Path) -> None:
+def test_the_editor_has_history_and_several_lines(folder, tmp_path):
     words = ["chat", str(folder), *GREEDY, "-n", "4"]
     for session in range(2):
         with typed(words, cwd=tmp_path, SPECEXPORT_CACHE=str(tmp_path)) as chat:
@@ -119,7 +119,7 @@ def test_the_editor_has_history_and_several_lines(folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("terminal", ["xterm-256color", "dumb"])
-def test_a_message_of_several_lines_is_one_in_the_history(folder: Path, tmp_path: Path, terminal: str) -> None:
+def test_a_message_of_several_lines_is_one_in_the_history(folder, tmp_path, terminal):
     """With prompt_toolkit and with readline."""
     words = ["chat", str(folder), *GREEDY, "-n", "4"]
     with typed(words, cwd=tmp_path, SPECEXPORT_CACHE=str(tmp_path), TERM=terminal) as chat:
@@ -150,7 +150,7 @@ def starting_with(program: str, folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), *sys.path])), "SPECEXPORT_CACHE": str(folder)}
 
 
-def test_ctrl_c_stops_the_answer_and_then_leaves(folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_answer_and_then_leaves(folder, tmp_path):
     words = ["chat", str(folder), *GREEDY, "--no-speculation", "--min-tokens", "2000"]  # as many as the context holds
     with typed(words, cwd=tmp_path, **starting_with(SLOW, tmp_path)) as chat:
         chat.expect(">")
@@ -174,7 +174,7 @@ def test_ctrl_c_stops_the_answer_and_then_leaves(folder: Path, tmp_path: Path) -
         assert chat.ended() == 130
 
 
-def test_sigterm_restores_the_terminal(folder: Path, tmp_path: Path) -> None:
+def test_sigterm_restores_the_terminal(folder, tmp_path):
     with typed(["chat", str(folder), *GREEDY], SPECEXPORT_CACHE=str(tmp_path)) as chat:
         chat.expect(">")
         chat.type("half a message")
@@ -184,7 +184,7 @@ def test_sigterm_restores_the_terminal(folder: Path, tmp_path: Path) -> None:
     assert chat.raw.rindex("\x1b[?2004l") > chat.raw.rindex("\x1b[?2004h")  # pastes in brackets are off again
 
 
-def test_without_the_extra_a_line_says_how_to_install_it(folder: Path, tmp_path: Path) -> None:
+def test_without_the_extra_a_line_says_how_to_install_it(folder, tmp_path):
     missing = starting_with("import sys; sys.modules['prompt_toolkit'] = None", tmp_path)
     with typed(["chat", str(folder), *GREEDY, "-n", "4"], **missing) as chat:
         chat.expect("pip install 'specexport[chat]'")
@@ -194,7 +194,7 @@ def test_without_the_extra_a_line_says_how_to_install_it(folder: Path, tmp_path:
     assert chat.text.count("pip install") == 1
 
 
-def test_a_plain_terminal_without_unicode(folder: Path, tmp_path: Path) -> None:
+def test_a_plain_terminal_without_unicode(folder, tmp_path):
     (tmp_path / "chat-history.jsonl").write_text(f"{json.dumps('世界')}\n")
     environment = {"TERM": "dumb", "LC_ALL": "C", "SPECEXPORT_CACHE": str(tmp_path)}
     with typed(["chat", str(folder), *GREEDY, "-n", "4"], **environment) as chat:
@@ -206,7 +206,7 @@ def test_a_plain_terminal_without_unicode(folder: Path, tmp_path: Path) -> None:
         leave(chat)
 
 
-def test_accepted_drafts_are_underlined(folder: Path, tmp_path: Path) -> None:
+def test_accepted_drafts_are_underlined(folder, tmp_path):
     words = ["chat", str(folder), *GREEDY, "-n", "24", "--show-drafts"]
     with typed(words, NO_COLOR="1", SPECEXPORT_CACHE=str(tmp_path)) as chat:
         text = ask(chat, "one two three")
@@ -222,9 +222,7 @@ def test_accepted_drafts_are_underlined(folder: Path, tmp_path: Path) -> None:
 # --- from a pipe ------------------------------------------------------------------------------------------------------
 
 
-def test_each_line_of_a_pipe_is_a_message(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_line_of_a_pipe_is_a_message(folder, monkeypatch, capsys):
     text = 'one two three\r\n\nfour\n"""\nfive\nsix\n"""\nseven \\\neight'
     code, out, err = piped(text, [str(folder), *GREEDY, "-n", "16"], monkeypatch, capsys)
     expected = answers(folder, ["one two three", "four", "five\nsix", "seven \neight"], 16)
@@ -233,9 +231,7 @@ def test_each_line_of_a_pipe_is_a_message(
     assert "\x1b" not in out + err
 
 
-def test_commands_affect_later_turns(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_affect_later_turns(folder, tmp_path, monkeypatch, capsys):
     file = tmp_path / "chat.json"
     text = (
         '/stats\n/system "Be brief."\none two three\n/reset\n/method plain\none two three\n/method\n/stats\n/system\n'
@@ -272,9 +268,7 @@ def test_commands_affect_later_turns(
         ("word " * 3000 + "\n", "the context holds 512 tokens"),
     ],
 )
-def test_errors_are_one_line(
-    folder: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_one_line(folder, text, message, monkeypatch, capsys):
     text = text.format(exists=folder / "specexport.json")
     code, out, err = piped(text, [str(folder), *GREEDY], monkeypatch, capsys)
     assert (code, out) == (1, "")
@@ -292,17 +286,13 @@ def test_errors_are_one_line(
         (["--max-model-len", "4096"], "--max-model-len is 4096"),
     ],
 )
-def test_wrong_flags_are_named(
-    folder: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_flags_are_named(folder, words, message, monkeypatch, capsys):
     code, out, err = piped("", [str(folder), *words], monkeypatch, capsys)
     assert (code, out) == (2, "")
     assert message in err
 
 
-def test_a_model_that_knows_no_messages_is_named(
-    bundle: Bundles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_knows_no_messages_is_named(bundle, monkeypatch, capsys):
     code, _, err = piped("one\n", [str(bundle("llama-near")), *GREEDY], monkeypatch, capsys)
     assert code == 1
     assert "the model has no chat template" in err
@@ -311,9 +301,7 @@ def test_a_model_that_knows_no_messages_is_named(
 
 @pytest.mark.exporter
 @pytest.mark.parametrize("command", [["chat"], ["run", "--chat", "--prompt", "one"]])
-def test_a_model_that_knows_no_messages_is_not_built(
-    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_knows_no_messages_is_not_built(tmp_path, command, monkeypatch, capsys):
     from tests.checkpoints import make_checkpoint
 
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
@@ -326,9 +314,7 @@ def test_a_model_that_knows_no_messages_is_not_built(
     assert not any((tmp_path / "cache" / "bundles").iterdir())
 
 
-def test_run_answers_a_message(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_answers_a_message(folder, monkeypatch, capsys):
     expected = answers(folder, ["one two three"], 16)[0]
     monkeypatch.setattr("sys.stdin", io.StringIO("one two three\n"))
     for words in (["--prompt", "one two three"], []):
@@ -344,9 +330,7 @@ def test_run_answers_a_message(
 # --- what outgrows the context ----------------------------------------------------------------------------------------
 
 
-def test_a_conversation_outgrows_its_context(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_outgrows_its_context(folder, monkeypatch, capsys):
     text = "".join(f"message number {number}\n" for number in range(24)) + "/stats\n"
     words = [str(folder), *GREEDY, "-n", "8", "--system", "Be brief."]
     code, _, err = piped(text, words, monkeypatch, capsys)
@@ -356,7 +340,7 @@ def test_a_conversation_outgrows_its_context(
     assert re.search(r"24 turns, [1-9]\d* no longer read", err)
 
 
-def test_the_last_turns_and_the_system_prompt_stay(folder: Path) -> None:
+def test_the_last_turns_and_the_system_prompt_stay(folder):
     frontend = Frontend.open(bundle=folder, threads=1, max_model_len=256, calibrate=False)
     try:
         conversation = Conversation(frontend, frontend.engine.params(None, temperature=0.0), system="Be brief.")
@@ -379,9 +363,7 @@ def test_the_last_turns_and_the_system_prompt_stay(folder: Path) -> None:
         frontend.close()
 
 
-def test_a_template_without_system_prompts_refuses_one_at_once(
-    bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_template_without_system_prompts_refuses_one_at_once(bundle, tmp_path, monkeypatch, capsys):
     strict = with_chat_template(bundle("llama-near"), tmp_path / "strict", NO_SYSTEM + "{{ messages[-1].content }}")
     for text, words in (("one\n/system Be brief.\n", []), ("one\n", ["--system", "Be brief."])):
         code, out, err = piped(text, [str(strict), *GREEDY, "-n", "4", *words], monkeypatch, capsys)
@@ -390,7 +372,7 @@ def test_a_template_without_system_prompts_refuses_one_at_once(
         assert bool(out) is not bool(words)
 
 
-def test_messages_of_several_lines() -> None:
+def test_messages_of_several_lines():
     def read(*lines: str) -> str:
         inputs = iter(lines)
 

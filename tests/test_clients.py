@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from specexport.server.answers import OutputCall, OutputMessage
 from specexport.server.request_parts import Function, Only, StructuredOutputs
-from specexport.server.requests import ChatRequest, CompletionRequest, GenerationRequest, ResponseRequest
+from specexport.server.requests import ChatRequest, CompletionRequest, ResponseRequest
 from specexport.server.responses import Output
 from specexport.server.tools import HERMES, LLAMA, Calling, CallReader, call_format, calling
 from tests import serving
@@ -74,13 +74,13 @@ def client(running: Served) -> openai.OpenAI:
 
 
 @pytest.mark.parametrize("sent", [*RECORDED, *VLLM_BENCH], ids=lambda sent: sent["client"])
-def test_recorded_client_requests_are_answered(running: Served, sent: dict[str, Any]) -> None:
+def test_recorded_client_requests_are_answered(running, sent):
     answer = httpx.post(f"{running.url}{sent['path']}", json=sent["body"], timeout=120)
     assert answer.status_code == 200, answer.text
     assert "error" not in answer.text or '"error":null' in answer.text.replace(" ", "")
 
 
-def test_neutral_settings_change_nothing(running: Served) -> None:
+def test_neutral_settings_change_nothing(running):
     nothing: dict[str, Any] = {
         "best_of": 1,
         "suffix": "",
@@ -107,7 +107,7 @@ def test_neutral_settings_change_nothing(running: Served) -> None:
 
 
 @pytest.mark.parametrize("request_type", [CompletionRequest, ChatRequest, ResponseRequest])
-def test_single_valued_schemas_are_answered(request_type: type[GenerationRequest]) -> None:
+def test_single_valued_schemas_are_answered(request_type):
     base: dict[str, Any] = {"prompt": "a"} if request_type is CompletionRequest else {}
     base |= {"messages": CHAT} if request_type is ChatRequest else {}
     base |= {"input": "a"} if request_type is ResponseRequest else {}
@@ -127,7 +127,7 @@ def _frozen(pair: tuple[str, Any]) -> tuple[str, Any]:
     return pair[0], tuple(pair[1]) if isinstance(pair[1], list) else pair[1]
 
 
-def test_a_prompts_log_probabilities(running: Served) -> None:
+def test_a_prompts_log_probabilities(running):
     """vLLM's ``prompt_logprobs``: what ``echo`` gives, by token, in every output."""
     arguments = {"prompt": ["one two three", "one"], "max_tokens": 1, "temperature": 0}
     ways: list[Any] = [{"prompt_logprobs": 1, "n": 2}, {"echo": True, "logprobs": 1}]
@@ -145,7 +145,7 @@ def test_a_prompts_log_probabilities(running: Served) -> None:
     assert counts == [None, *[1] * (answer["usage"]["prompt_tokens"] - 1)]
 
 
-def test_usage_may_come_with_every_chunk(client: openai.OpenAI) -> None:
+def test_usage_may_come_with_every_chunk(client):
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     parts = list(client.completions.create(model=NAME, prompt="a", stream=True, stream_options=options, temperature=0))
     counts = [part.usage.completion_tokens for part in parts if part.usage is not None]
@@ -168,12 +168,12 @@ def test_usage_may_come_with_every_chunk(client: openai.OpenAI) -> None:
         ({"json": {"const": 7}}, {"7"}),
     ],
 )
-def test_outputs_are_structured_as_vllm_has_it(client: openai.OpenAI, way: dict[str, Any], texts: set[str]) -> None:
+def test_outputs_are_structured_as_vllm_has_it(client, way, texts):
     response = client.completions.create(model=NAME, prompt="a", n=3, extra_body={"structured_outputs": way})
     assert {choice.text for choice in response.choices} <= texts
 
 
-def test_every_character_may_be_escaped(running: Served) -> None:
+def test_every_character_may_be_escaped(running):
     engine = running.service.engine.frontend.engine
     for letter in (*map(chr, range(1, 128)), "\x85", "é", "\u2028", "\U0001f642"):
         text = f"a{letter}b"
@@ -184,7 +184,7 @@ def test_every_character_may_be_escaped(running: Served) -> None:
         assert matcher.is_accepting(), letter
 
 
-def test_tools_that_no_grammar_binds_are_named(running: Served) -> None:
+def test_tools_that_no_grammar_binds_are_named(running):
     schema = {"type": "object", "properties": {"a": {"type": "magic"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     answer = httpx.post(f"{running.url}/v1/chat/completions", json={"messages": CHAT, "tools": tools}, timeout=120)
@@ -201,7 +201,7 @@ def written(form: Any, calls: list[tuple[str, str]]) -> str:
     return "\n".join(marks)
 
 
-def test_texts_without_calls_are_returned_unchanged() -> None:
+def test_texts_without_calls_are_returned_unchanged():
     for form, text in ((HERMES, "a <tool_cal"), (LLAMA, "so {")):
         reader = CallReader(Calling(form, FUNCTIONS, forced=False, parallel=True))
         assert "".join(reader.push(letter, False)[0] for letter in text) + reader.push("", True)[0] == text
@@ -209,7 +209,7 @@ def test_texts_without_calls_are_returned_unchanged() -> None:
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA])
 @pytest.mark.parametrize("forced", [False, True])
-def test_grammars_accept_exactly_the_models_formats(running: Served, form: Any, forced: bool) -> None:
+def test_grammars_accept_exactly_the_models_formats(running, form, forced):
     engine = running.service.engine.frontend.engine
     grammar = Calling(form, FUNCTIONS, forced, parallel=True).grammar()
     first = written(form, [("keep", ARGUMENTS[0])])
@@ -229,7 +229,7 @@ def test_grammars_accept_exactly_the_models_formats(running: Served, form: Any, 
         assert taken("some text " + first) == (not forced)
 
 
-def test_templates_name_their_way_of_calling() -> None:
+def test_templates_name_their_way_of_calling():
     assert call_format(serving.HERMES) == HERMES
     assert call_format(serving.TEMPLATE) is None
     llama = """{{ 'Respond as {"name": function name, "parameters": dictionary of its arguments}' }}{{ tools }}"""
@@ -239,7 +239,7 @@ def test_templates_name_their_way_of_calling() -> None:
         assert call_format("{{ tools }} <tool_call>" + other) is None
 
 
-def test_an_earlier_call_reaches_the_template(running: Served) -> None:
+def test_an_earlier_call_reaches_the_template(running):
     results: Any = {"id": "x", "type": "function", "function": {"name": "keep", "arguments": '{"a": 1}'}}
     template = running.service.engine.frontend.engine.chat_template
     text = template.render(
@@ -258,7 +258,7 @@ def test_an_earlier_call_reaches_the_template(running: Served) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "of an object"),
     ],
 )
-def test_tools_that_cannot_be_called_are_refused(more: Any, words: str) -> None:
+def test_tools_that_cannot_be_called_are_refused(more, words):
     with pytest.raises(Exception, match=words):
         calling(ChatRequest.model_validate({"messages": CHAT, **more}), serving.HERMES)
 
@@ -266,7 +266,7 @@ def test_tools_that_cannot_be_called_are_refused(more: Any, words: str) -> None:
 # --- responses, request ids, other origins ----------------------------------------------------------------------------
 
 
-def test_responses_equal_chat_completions(client: openai.OpenAI) -> None:
+def test_responses_equal_chat_completions(client):
     messages: Any = [{"role": "system", "content": "be brief"}, *CHAT]
     chat = client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_tokens=12)
     arguments: Any = {"model": NAME, "instructions": "be brief", "temperature": 0, "max_output_tokens": 12}
@@ -286,7 +286,7 @@ def test_responses_equal_chat_completions(client: openai.OpenAI) -> None:
     assert events[-1].response.output_text == response.output_text
 
 
-def test_a_response_may_call_tools(client: openai.OpenAI) -> None:
+def test_a_response_may_call_tools(client):
     tools: Any = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
     arguments: Any = {"model": NAME, "tools": tools, "temperature": 0}
     named = {"type": "function", "name": "lose"}
@@ -340,7 +340,7 @@ def test_a_response_may_call_tools(client: openai.OpenAI) -> None:
     assert again.usage.input_tokens == chat.usage.prompt_tokens
 
 
-def test_response_items_are_streamed() -> None:
+def test_response_items_are_streamed():
     """What is said before calls is a message, and each call an item of its own."""
     text = "well <tool_call>\n" + "\n</tool_call>\n<tool_call>\n".join(
         f'{{"name": "keep", "arguments": {arguments}}}' for arguments in ARGUMENTS
@@ -363,14 +363,14 @@ def test_response_items_are_streamed() -> None:
         assert places == sorted(places)
 
 
-def test_a_response_that_fails_says_so(client: openai.OpenAI) -> None:
+def test_a_response_that_fails_says_so(client):
     extra = {"ignore_eos": True, "timeout": 0.05}
     events = list(client.responses.create(model=NAME, input="a", stream=True, extra_body=extra))
     assert events[-1].type == "response.failed"
     assert "did not finish within" in events[-1].response.error.message
 
 
-def test_requests_have_ids(running: Served) -> None:
+def test_requests_have_ids(running):
     for path, inputs in (("/health", "mine-1"), ("/v1/nothing", "mine-2"), ("/health", None), ("/health", "two words")):
         headers = {} if inputs is None else {"X-Request-Id": inputs}
         echoed = httpx.get(running.url + path, headers=headers).headers["x-request-id"]
@@ -378,7 +378,7 @@ def test_requests_have_ids(running: Served) -> None:
         assert echoed.isprintable()
 
 
-def test_pages_of_other_origins_are_let_in_by_name(running: Served) -> None:
+def test_pages_of_other_origins_are_let_in_by_name(running):
     for origin, allowed in (("https://page.example", "https://page.example"), ("https://other.example", None)):
         headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
         settings = httpx.options(f"{running.url}/v1/completions", headers=headers)
@@ -387,7 +387,7 @@ def test_pages_of_other_origins_are_let_in_by_name(running: Served) -> None:
         assert answer.headers.get("access-control-allow-origin") == allowed
 
 
-def test_eagle3_answers_the_official_client(bundle: Bundles) -> None:
+def test_eagle3_answers_the_official_client(bundle):
     """By default, with fewer draft tokens and without any, streamed and in one answer: the same text."""
     with served(bundle("dice-eagle3")) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0)

@@ -53,7 +53,7 @@ def rows_of(graph: Graph, count: int) -> list[np.ndarray]:
     return [cache[0, :, :count].copy() for cache in graph._cache.parts.values()]
 
 
-def test_rows_of_accepted_paths_are_those_of_the_text(graphs: tuple[Graph, Graph]) -> None:
+def test_rows_of_accepted_paths_are_those_of_the_text(graphs):
     graph, fresh = graphs
     random = np.random.default_rng(4)
     moved = 0
@@ -84,7 +84,7 @@ def test_rows_of_accepted_paths_are_those_of_the_text(graphs: tuple[Graph, Graph
 
 
 @pytest.mark.parametrize("name", ["llama-near-batch", "llama-near-batch-portable"])
-def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Bundles) -> None:
+def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name, bundle):
     """Two slots of a window."""
     opened = Bundle.open(bundle(name))
     graph = open_target(opened, 2, threads=1)
@@ -118,7 +118,7 @@ def test_a_commit_touches_its_slot_and_the_rows_it_keeps(name: str, bundle: Bund
         assert (cache[:, :, NODES:] == POISON).all()
 
 
-def test_portable_drafts_commit_only_input_rows(bundle: Bundles) -> None:
+def test_portable_drafts_commit_only_input_rows(bundle):
     """K - 1 of its own tokens and those it had not seen; the padding of a prefill chunk is never written."""
     opened = Bundle.open(bundle("llama-near-portable"))
     (method,) = opened.manifest.methods

@@ -64,7 +64,7 @@ def refused(model: Path, *words: str) -> None:
         ("eos_token_id", [1, 320], "eos_token_id is 320"),
     ],
 )
-def test_a_generation_default_is_named_with_its_file(model: Path, field: str, value: Any, message: str) -> None:
+def test_a_generation_default_is_named_with_its_file(model, field, value, message):
     change(model / "generation_config.json", **{"do_sample": True, field: value})
     refused(model, str(model / "generation_config.json"), field, message)
 
@@ -89,7 +89,7 @@ def test_a_generation_default_is_named_with_its_file(model: Path, field: str, va
         ("rope_parameters", {"factors": [[{"head_dim": 1e9}]]}, "head_dim is 1000000000; expected at most 16777216"),
     ],
 )
-def test_absurd_or_wrong_sizes_are_named(model: Path, field: str, value: Any, message: str) -> None:
+def test_absurd_or_wrong_sizes_are_named(model, field, value, message):
     (model / "generation_config.json").unlink()
     change(model / "config.json", **{field: value})
     refused(model, "config.json", message)
@@ -101,12 +101,12 @@ NO_TEXT = b'{"eos_token_id": "\xff"}'
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", NO_TEXT, DEEP, b" " * (17 << 20)], ids=range(6))
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_invalid_configurations_are_named(model: Path, name: str, raw: bytes) -> None:
+def test_invalid_configurations_are_named(model, name, raw):
     (model / name).write_bytes(raw)
     refused(model, str(model / name))
 
 
-def test_code_beside_a_checkpoint_is_not_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_beside_a_checkpoint_is_not_run(model, tmp_path, capsys):
     (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\n", encoding="utf-8")
     auto = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.C"}
     change(model / "config.json", auto_map=auto, model_type="mine")
@@ -119,13 +119,13 @@ def _without(model: Path, name: str) -> None:
     save_file({key: value for key, value in weights.items() if key != name}, model / "model.safetensors")
 
 
-def test_missing_tensors_are_refused(model: Path) -> None:
+def test_missing_tensors_are_refused(model):
     name = "model.layers.1.mlp.up_proj.weight"
     _without(model, name)
     refused(model, f"the weights lack {name!r}")
 
 
-def test_biases_that_the_configuration_leaves_out_are_refused(model: Path) -> None:
+def test_biases_that_the_configuration_leaves_out_are_refused(model):
     name = "model.layers.0.self_attn.q_proj.bias"
     weights = load_file(model / "model.safetensors")
     for value in (0.0, 0.5):
@@ -136,7 +136,7 @@ def test_biases_that_the_configuration_leaves_out_are_refused(model: Path) -> No
             load_checkpoint(str(model))
 
 
-def test_weights_of_layers_that_the_configuration_leaves_out_are_refused(model: Path) -> None:
+def test_weights_of_layers_that_the_configuration_leaves_out_are_refused(model):
     weights, norm = load_file(model / "model.safetensors"), torch.ones(16)
     for name in ("model.layers.0.self_attn.q_norm.weight", "model.layers.2.self_attn.q_norm.weight"):
         save_file({**weights, name: norm}, model / "model.safetensors")
@@ -146,7 +146,7 @@ def test_weights_of_layers_that_the_configuration_leaves_out_are_refused(model: 
             load_checkpoint(str(model))
 
 
-def test_scales_of_matrices_without_a_quantization_are_refused(model: Path) -> None:
+def test_scales_of_matrices_without_a_quantization_are_refused(model):
     name = "model.layers.0.self_attn.q_proj.weight"
     weights = load_file(model / "model.safetensors")
     weights |= {name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.tensor(3.0)}
@@ -171,7 +171,7 @@ def sharded(model: Path) -> Path:
     return model
 
 
-def test_weights_in_several_files_are_the_same(sharded: Path, checkpoint: Path) -> None:
+def test_weights_in_several_files_are_the_same(sharded, checkpoint):
     placed = json.loads((sharded / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
     for file in set(placed.values()):  # with older copies of what the index places in the other
         weights = {name: torch.zeros(3) for name in placed} | load_file(sharded / file)
@@ -195,7 +195,7 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any], Path], object], str]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_an_index_that_leads_elsewhere_is_refused(sharded: Path, harm: str) -> None:
+def test_an_index_that_leads_elsewhere_is_refused(sharded, harm):
     path = sharded / "model.safetensors.index.json"
     document = json.loads(path.read_text(encoding="utf-8"))
     (sharded.parent / "model" / "more").mkdir()
@@ -211,7 +211,7 @@ DEMO = Path(__file__).resolve().parents[1] / "examples" / "models"
 
 
 @pytest.mark.parametrize("way", ["draft", "universal_draft", "draft_medusa"])
-def test_a_draft_for_shorter_texts(tmp_path: Path, way: str) -> None:
+def test_a_draft_for_shorter_texts(tmp_path, way):
     draft = make_checkpoint(tmp_path / "draft", "llama", seed=1, max_position_embeddings=128)
     methods: dict[str, Any] = {way: draft}
     if way == "draft_medusa":
@@ -220,13 +220,13 @@ def test_a_draft_for_shorter_texts(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize(("folder", "flag"), [("eagle3", "--eagle3"), ("dflash", "--dflash"), ("medusa", "--medusa")])
-def test_what_another_method_drafts_with(tmp_path: Path, folder: str, flag: str) -> None:
+def test_what_another_method_drafts_with(tmp_path, folder, flag):
     draft_refused(
         tmp_path, f"what another method drafts with; pass the folder with {flag}", draft=DEMO / f"demo-{folder}"
     )
 
 
-def test_heads_of_another_draft(tmp_path: Path) -> None:
+def test_heads_of_another_draft(tmp_path):
     draft, other = (
         make_checkpoint(tmp_path / name, "llama", seed=1, hidden_size=size) for name, size in (("a", 64), ("b", 32))
     )

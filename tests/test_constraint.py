@@ -19,7 +19,6 @@ from specexport.runtime.json_schema import prepared
 from specexport.runtime.proposal import Proposal, SlotView
 from specexport.runtime.speculative import PLAIN
 from specexport.runtime.step import StepProgram
-from tests.fixtures import Engines
 from tests.reference import same_p
 
 PROMPT = (17, 180, 33, 250)
@@ -52,7 +51,7 @@ def grammars(engine: Engine) -> Grammars:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_node_has_the_mask_of_its_own_path(engine: Engines, seed: int) -> None:
+def test_every_node_has_the_mask_of_its_own_path(engine, seed):
     factory, schema, random = grammars(engine("llama-near")), json.dumps(PERSON), np.random.default_rng(seed)
     vocab = engine("llama-near").manifest.target.vocab_size
     text: list[int] = []
@@ -88,7 +87,7 @@ def test_every_node_has_the_mask_of_its_own_path(engine: Engines, seed: int) -> 
     assert fits(engine("llama-near").tokenizer.decode(text))
 
 
-def test_a_tokenizer_is_read_once_and_beforehand(engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_is_read_once_and_beforehand(engine, monkeypatch):
     factory, read = grammars(engine("llama-near")), llguidance.LLTokenizer
     count = []
     monkeypatch.setattr(llguidance, "LLTokenizer", lambda *args, **more: count.append(1) or read(*args, **more))
@@ -104,7 +103,7 @@ def test_a_tokenizer_is_read_once_and_beforehand(engine: Engines, monkeypatch: p
     Grammars(engine("llama-near").tokenizer, 320, []).prepare()  # without an end there is nothing to prepare
 
 
-def test_outputs_of_one_grammar_share_its_compilation(engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_of_one_grammar_share_its_compilation(engine, monkeypatch):
     factory, compiled = grammars(engine("llama-near")), llguidance.LLMatcher
     count = []
     monkeypatch.setattr(llguidance, "LLMatcher", lambda *args, **more: count.append(1) or compiled(*args, **more))
@@ -119,7 +118,7 @@ def test_outputs_of_one_grammar_share_its_compilation(engine: Engines, monkeypat
 
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree", "qwen3-medusa"])
-def test_greedy_output_is_the_same_with_and_without_speculation(name: str, engine: Engines) -> None:
+def test_greedy_output_is_the_same_with_and_without_speculation(name, engine):
     params = SamplingParams(temperature=0.0, max_tokens=60, json_schema=PERSON)
     fast, plain = (engine(name).generate(PROMPT, params, None if on else PLAIN) for on in (True, False))
     assert fast.token_ids == plain.token_ids
@@ -129,7 +128,7 @@ def test_greedy_output_is_the_same_with_and_without_speculation(name: str, engin
 
 
 @pytest.mark.parametrize("acceptance", ["lossless", "typical"])
-def test_whatever_is_sampled_fits(engine: Engines, acceptance: Any) -> None:
+def test_whatever_is_sampled_fits(engine, acceptance):
     kinds = set()
     for seed in range(12):
         params = SamplingParams(
@@ -142,7 +141,7 @@ def test_whatever_is_sampled_fits(engine: Engines, acceptance: Any) -> None:
     assert len(kinds) > 1
 
 
-def test_speculation_samples_the_same_masked_distribution(engine: Engines) -> None:
+def test_speculation_samples_the_same_masked_distribution(engine):
     schema = json.dumps({"enum": ["a", "b", "cd", "ce", 7]} | COMPACT)
     counts = []
     for speculation in (True, False):
@@ -154,7 +153,7 @@ def test_speculation_samples_the_same_masked_distribution(engine: Engines) -> No
     assert same_p(*counts) > 1e-4
 
 
-def test_stop_texts_and_logprobs_go_with_it(engine: Engines) -> None:
+def test_stop_texts_and_logprobs_go_with_it(engine):
     params = SamplingParams(temperature=0.0, max_tokens=60, logprobs=1, stop='"kind"', json_schema=json.dumps(PERSON))
     completion = engine("llama-near").generate(PROMPT, params)
     assert completion.text.startswith('{"alive":')
@@ -178,12 +177,12 @@ def test_stop_texts_and_logprobs_go_with_it(engine: Engines) -> None:
         (json.dumps({"enum": ["x" * 1000 + str(at) for at in range(70)]}), "characters; expected at most 65536"),
     ],
 )
-def test_a_schema_that_cannot_be_used_is_refused(engine: Engines, schema: str, words: str) -> None:
+def test_a_schema_that_cannot_be_used_is_refused(engine, schema, words):
     with pytest.raises(RequestError, match=words):
         engine("llama-near").stream(PROMPT, SamplingParams(json_schema=schema))
 
 
-def test_keywords_that_constrain_nothing_are_accepted(engine: Engines) -> None:
+def test_keywords_that_constrain_nothing_are_accepted(engine):
     """As generators of schemas write them; llguidance refuses them."""
     idle = {"uniqueItems": False, "propertyNames": {"type": "string"}, "format": "password"}
     used = {"format": "date", "minLength": 10, "enum": [{"format": "password"}]}
@@ -232,9 +231,7 @@ def matches(engine: Engine, schema: Any, text: str) -> bool:
         ({"pattern": "^(?![^ab])(?!a)[abc]$"}, ['"b"'], ['"a"', '"c"']),
     ],
 )
-def test_what_llguidance_does_not_follow_is_rewritten(
-    engine: Engines, schema: Any, allowed: list[str], refused: list[str]
-) -> None:
+def test_what_llguidance_does_not_follow_is_rewritten(engine, schema, allowed, refused):
     schema = {"type": "string", **schema} if "pattern" in schema else schema
     for text in allowed + refused:
         assert matches(engine("llama-near"), schema, text) == (text in allowed), text
@@ -257,13 +254,13 @@ def test_what_llguidance_does_not_follow_is_rewritten(
         ({"type": "string", "pattern": "^(?=a"}, "regex parse error"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_with_a_way_out(engine: Engines, schema: Any, words: str) -> None:
+def test_what_cannot_be_followed_is_refused_with_a_way_out(engine, schema, words):
     for text in ({"json_schema": json.dumps(schema)}, {"grammar": f"start: %json {json.dumps(schema)}"}):
         with pytest.raises(RequestError, match=words):
             engine("llama-near").stream(PROMPT, SamplingParams(**text))
 
 
-def test_a_grammar_that_cannot_be_used_is_refused(engine: Engines) -> None:
+def test_a_grammar_that_cannot_be_used_is_refused(engine):
     with pytest.raises(RequestError, match="the grammar cannot be used"):
         engine("llama-near").stream(PROMPT, SamplingParams(grammar="start: nothing"))
 
@@ -357,9 +354,7 @@ def decoded(
     trees=st.lists(TREES, min_size=1, max_size=3),
     stop=st.none() | st.integers(3, 319),
 )
-def test_a_draft_changes_no_bound_text(
-    engine: Engines, temperature: float, schema: Any, seed: int, trees: list[TokenTree], stop: int | None
-) -> None:
+def test_a_draft_changes_no_bound_text(engine, temperature, schema, seed, trees, stop):
     factory, vocab = grammars(engine("llama-near")), engine("llama-near").manifest.target.vocab_size
     plain = decoded(factory, schema, vocab, seed, temperature, [TokenTree.chain(1)], stop)
     assert decoded(factory, schema, vocab, seed, temperature, trees, stop) == plain
@@ -376,7 +371,7 @@ def conversation(engine: Engine) -> list[int]:
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree", "qwen3-medusa", "qwen3-lookup"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_prompt_with_end_tokens_is_answered(name: str, temperature: float, engine: Engines) -> None:
+def test_a_prompt_with_end_tokens_is_answered(name, temperature, engine):
     """Look-ups draft the answers before, with the end token and what came behind it."""
     loaded, drafted = engine(name), 0
     prompt, answer = conversation(loaded), '{"a":1,"b":"x"}'
@@ -397,7 +392,7 @@ def test_a_prompt_with_end_tokens_is_answered(name: str, temperature: float, eng
     assert drafted > 0
 
 
-def test_a_stop_token_ends_a_bound_text_where_it_may_end(engine: Engines) -> None:
+def test_a_stop_token_ends_a_bound_text_where_it_may_end(engine):
     loaded = engine("llama-near")
     stop, letter = (loaded.tokenizer.encode(text).ids[0] for text in ("!", "b"))
     for grammar, text in (('start: "abc" "d"?', "abc"), ('start: "ab!c"', "ab"), ('start: "a" /b+/', "ab")):
@@ -414,7 +409,7 @@ def test_a_stop_token_ends_a_bound_text_where_it_may_end(engine: Engines) -> Non
     "bound",
     [{"json_schema": json.dumps(PAIR)}, {"grammar": f'start: "a" %json {json.dumps(PAIR)} "%json {{}}" // %json {{}}'}],
 )
-def test_white_space_is_bounded(engine: Engines, bound: dict[str, Any]) -> None:
+def test_white_space_is_bounded(engine, bound):
     """A model that likes nothing better comes to an end."""
     loaded = engine("llama-near")
     white = [token for token in range(3, 318) if not loaded.tokenizer.decode([token]).strip(" \n\t\r")]
@@ -425,7 +420,7 @@ def test_white_space_is_bounded(engine: Engines, bound: dict[str, Any]) -> None:
     assert "\n" in completion.text or "  " not in completion.text
 
 
-def test_a_schema_chooses_its_white_space(engine: Engines) -> None:
+def test_a_schema_chooses_its_white_space(engine):
     factory, encode = grammars(engine("llama-near")), engine("llama-near").tokenizer.encode
 
     def taken(schema: Any, text: str) -> bool:

@@ -40,7 +40,7 @@ def _staged(device: Device, arrays: dict[str, np.ndarray]) -> tuple[StagingBuffe
 
 
 @pytest.mark.parametrize("kind", [StandIn, NullRuntime])
-def test_stand_ins_have_the_signatures_of_the_real_package(kind: type) -> None:
+def test_stand_ins_have_the_signatures_of_the_real_package(kind):
     """And so what is tested against them is called as the real calls are."""
     calls = [name for name in vars(kind) if name.startswith("cuda") and inspect.isfunction(vars(kind)[name])]
     assert len(calls) > 25
@@ -55,7 +55,7 @@ def test_stand_ins_have_the_signatures_of_the_real_package(kind: type) -> None:
         assert [n.lstrip("*") for n in names] == list(inspect.signature(getattr(kind, name)).parameters)[1:], name
 
 
-def test_real_package_accepts_arguments_and_reports_no_driver() -> None:
+def test_real_package_accepts_arguments_and_reports_no_driver():
     """On a machine without a GPU: the real calls, with arguments of the kinds we pass, and their real statuses."""
     status, count = real.cudaGetDeviceCount()
     if not int(status) and count:
@@ -95,7 +95,7 @@ def test_real_package_accepts_arguments_and_reports_no_driver() -> None:
     stream._abandon_capture()
 
 
-def test_errors_say_what_to_do(fake: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_say_what_to_do(fake, monkeypatch):
     statuses = real.cudaError_t
     monkeypatch.setattr(fake, "cudaDriverGetVersion", lambda: (statuses.cudaSuccess, 12040), raising=False)
     for status, message in (
@@ -111,7 +111,7 @@ def test_errors_say_what_to_do(fake: StandIn, monkeypatch: pytest.MonkeyPatch) -
         cuda.allocate(2 << 30)
 
 
-def test_budget_counts_other_requests_tokens(cuda: Cuda, fake: StandIn) -> None:
+def test_budget_counts_other_requests_tokens(cuda, fake):
     fake.cudaMalloc(512 << 20)
     device = Device.share(cuda, 0.75)
     assert device.budget.available == 256 << 20
@@ -124,7 +124,7 @@ def test_budget_counts_other_requests_tokens(cuda: Cuda, fake: StandIn) -> None:
     assert fake.used() == 512 << 20
 
 
-def test_plan_takes_everything_at_once(device: Device, fake: StandIn) -> None:
+def test_plan_takes_everything_at_once(device, fake):
     plan = MemoryPlan()
     for name, nbytes in (("a", 1000), ("b", 1), ("shared", 10), ("shared", 300), ("none", 0)):
         plan.add(name, nbytes)
@@ -140,7 +140,7 @@ def test_plan_takes_everything_at_once(device: Device, fake: StandIn) -> None:
     assert fake.leaks == []
 
 
-def test_nothing_outlives_its_last_reference(cuda: Cuda, fake: StandIn) -> None:
+def test_nothing_outlives_its_last_reference(cuda, fake):
     def use() -> None:
         device = Device.share(cuda, 0.9)
         staged, memory = _staged(device, {"x": np.zeros(7)})
@@ -158,7 +158,7 @@ def test_nothing_outlives_its_last_reference(cuda: Cuda, fake: StandIn) -> None:
     assert fake.leaks == []
 
 
-def test_staged_arrays_travel_in_one_copy(device: Device, fake: StandIn) -> None:
+def test_staged_arrays_travel_in_one_copy(device, fake):
     arrays = {"ids": np.arange(5), "mask": np.eye(3, dtype=np.bool_), "empty": np.zeros((0, 4), np.float32)}
     staged, memory = _staged(device, arrays)
     stream = device.stream
@@ -180,7 +180,7 @@ def test_staged_arrays_travel_in_one_copy(device: Device, fake: StandIn) -> None
     assert memory is not None
 
 
-def test_stale_addresses_are_noticed(device: Device) -> None:
+def test_stale_addresses_are_noticed(device):
     """Of the stand-in itself: what it is trusted to find, it finds."""
     staged, memory = _staged(device, {"x": np.arange(4)})
     stream = device.stream
@@ -229,7 +229,7 @@ def caches(cuda: Cuda, fake: StandIn, request: pytest.FixtureRequest) -> Caches:
     return Caches(cuda, fake, request.param, FED)
 
 
-def test_cache_starts_empty_and_grows_in_place(caches: Caches, fake: StandIn) -> None:
+def test_cache_starts_empty_and_grows_in_place(caches, fake):
     assert all((array == 0).all() for array in caches.arrays().values())
     before = caches.write(caches.arrays(), 0)
     allocations = len(fake.allocations)
@@ -247,7 +247,7 @@ def test_cache_starts_empty_and_grows_in_place(caches: Caches, fake: StandIn) ->
 
 
 @pytest.mark.parametrize("nodes", [[0], [0, 1, 2], [0, 2, 3, 5], [0, 1, 4], [0, 5], []])
-def test_rows_of_a_path_are_put_together(caches: Caches, nodes: list[int]) -> None:
+def test_rows_of_a_path_are_put_together(caches, nodes):
     slot, past = 0 if caches.cache._batch == 1 else 1, 2
     before = caches.write(caches.arrays(), 1)
     caches.cache.move(slot, past, nodes, None)
@@ -260,7 +260,7 @@ def test_rows_of_a_path_are_put_together(caches: Caches, nodes: list[int]) -> No
 
 
 @pytest.mark.parametrize("nodes", [[0], [0, 1, 2], [0, 2, 3, 5], [0, 1, 4]])
-def test_new_rows_are_copied_behind_the_old(caches: Caches, nodes: list[int]) -> None:
+def test_new_rows_are_copied_behind_the_old(caches, nodes):
     slot, past = caches.cache._batch - 1, 2
     before = caches.write(caches.arrays(), 2)
     new = caches.write(caches.arrays(new=FED), 3)
@@ -271,7 +271,7 @@ def test_new_rows_are_copied_behind_the_old(caches: Caches, nodes: list[int]) ->
         np.testing.assert_array_equal(array, expected)
 
 
-def test_rows_of_some_slots_alone(cuda: Cuda, fake: StandIn) -> None:
+def test_rows_of_some_slots_alone(cuda, fake):
     """Windows of a cache, a run for one slot of three, and rows that one slot takes over from another."""
     caches = Caches(cuda, fake, 3, FED)
     before = caches.write(caches.arrays(), 4)
@@ -290,7 +290,7 @@ def test_rows_of_some_slots_alone(cuda: Cuda, fake: StandIn) -> None:
         np.testing.assert_array_equal(array, expected)
 
 
-def test_a_chain_lowered_natively_costs_nothing(caches: Caches, fake: StandIn) -> None:
+def test_a_chain_lowered_natively_costs_nothing(caches, fake):
     fake.calls.clear()
     caches.cache.move(0, 2, [0, 1, 2, 3], None)
     assert fake.calls == []

@@ -120,7 +120,7 @@ PUBLISHED = {"published": "speculators", "draft_vocab": KEPT}
         ("portable", {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 3.0}),
     ],
 )
-def test_drafts_equal_the_formulas(tmp_path: Path, target: Path, lowering: Any, options: dict[str, Any]) -> None:
+def test_drafts_equal_the_formulas(tmp_path, target, lowering, options):
     """Two slots with texts of 9 and 2 rows, whose next rows are 3 and 1, padded; then blocks of 6 and 4 tokens."""
     folder = make_dflash(tmp_path / "draft", target, **options)
     outline = read_dflash(str(folder))
@@ -157,7 +157,7 @@ def test_drafts_equal_the_formulas(tmp_path: Path, target: Path, lowering: Any, 
             require_drafted(outputs, depth, slot, logits[depth], target_ids)
 
 
-def test_missing_draft_tensors_are_the_targets(target: Path, draft: Path, small_vocabulary: Path) -> None:
+def test_missing_draft_tensors_are_the_targets(target, draft, small_vocabulary):
     theirs = load_file(target / "model.safetensors")
     whole = read_dflash(str(draft)).load(target, LAYERS, 512)
     assert torch.equal(whole.embed_tokens.weight, theirs["model.embed_tokens.weight"])
@@ -169,7 +169,7 @@ def test_missing_draft_tensors_are_the_targets(target: Path, draft: Path, small_
     assert torch.equal(part.lm_head.weight, theirs["lm_head.weight"][part.target_ids])
 
 
-def test_layers_are_named_as_their_publishers_do(draft: Path, small_vocabulary: Path) -> None:
+def test_layers_are_named_as_their_publishers_do(draft, small_vocabulary):
     assert read_dflash(str(draft)).seen(LAYERS) == (1, 2)  # target_layer_ids 0, 1: outputs of layers
     assert read_dflash(str(small_vocabulary)).seen(LAYERS) == (1, 2)  # aux_hidden_state_layer_ids 1, 2
     neighbour = changed(draft, dflash_config=None, mask_token_id=7, target_layer_ids=[1])
@@ -198,7 +198,7 @@ def test_layers_are_named_as_their_publishers_do(draft: Path, small_vocabulary: 
         ({"num_hidden_layers": 3, "layer_types": None}, "no tensor 'layers.2.input_layernorm.weight'; expected it in"),
     ],
 )
-def test_configurations_that_do_not_fit_are_refused_by_field(draft: Path, change: dict[str, Any], reason: str) -> None:
+def test_configurations_that_do_not_fit_are_refused_by_field(draft, change, reason):
     """What all drafts' configurations have in common is tested of EAGLE-3's, and so are tensors, below."""
     with pytest.raises(BuildError, match=reason) as caught:
         fit(changed(draft, **change))
@@ -218,9 +218,7 @@ Q = "layers.1.self_attn.q_proj.weight"
         ({"candidate_selector.hidden_projection.weight": torch.zeros(2)}, "hidden_projection.weight' is not part of a"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(
-    target: Path, small_vocabulary: Path, change: dict[str, Any], reason: str
-) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(target, small_vocabulary, change, reason):
     source = changed(small_vocabulary, change)
     with pytest.raises(BuildError, match=reason):
         fit(source)
@@ -239,9 +237,7 @@ def options(target: Path, tmp_path: Path) -> Callable[..., DFlashTraining]:
 
 
 @pytest.mark.slow
-def test_the_loss_is_that_of_blocks_by_the_formulas(
-    target: Path, options: Callable[..., DFlashTraining], tmp_path: Path
-) -> None:
+def test_the_loss_is_that_of_blocks_by_the_formulas(target, options, tmp_path):
     """Block after block against all of them at once, some of which reach past the text: logits, and their loss."""
     decay, length = 0.7, 9
     ids = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
@@ -275,7 +271,7 @@ def test_the_loss_is_that_of_blocks_by_the_formulas(
 
 
 @pytest.mark.slow
-def test_a_draft_learns_blocks(target: Path, options: Callable[..., DFlashTraining], tmp_path: Path) -> None:
+def test_a_draft_learns_blocks(target, options, tmp_path):
     loaded = load_model(str(target), CPU, frozen=True)
     torch.manual_seed(0)
     draft = new_draft(options(), loaded, STATES)
@@ -294,7 +290,7 @@ def test_a_draft_learns_blocks(target: Path, options: Callable[..., DFlashTraini
 
 
 @pytest.mark.slow
-def test_anchors_are_drawn_where_something_is_learnt() -> None:
+def test_anchors_are_drawn_where_something_is_learnt():
     windows = windows_of(torch.arange(40).view(2, 20))
     windows.learn[:, :10] = False
     batch = windows.rows(torch.arange(2))

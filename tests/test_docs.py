@@ -6,7 +6,6 @@ import inspect
 import re
 import shlex
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import pytest
 
@@ -28,23 +27,23 @@ REFUSED_FAMILIES = {name for name, checks in FAMILIES.items() if "refused" in ch
 
 
 @pytest.mark.parametrize(("path", "text"), [pytest.param(*item, id=item[0].name) for item in current().items()])
-def test_committed_docs_are_current(path: Path, text: str) -> None:
+def test_committed_docs_are_current(path, text):
     assert path.read_text(encoding="utf-8") == text, "run python -m scripts.docs"
 
 
-def test_every_table_is_on_one_page() -> None:
+def test_every_table_is_on_one_page():
     marks = [name for page in PAGES for name in re.findall(r"<!-- table: (\S+) -->", page.read_text(encoding="utf-8"))]
     assert sorted(marks) == sorted(TABLES)
 
 
-def test_readme_counts_families_and_methods() -> None:
+def test_readme_counts_families_and_methods():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"[{len(FAMILIES) - len(REFUSED_FAMILIES)} families]" in readme
     methods = len(entry_points(group="specexport.methods"))
     assert f"{NUMBERS[methods]} methods" in readme
 
 
-def test_documents_name_the_version_of_the_bundle_format() -> None:
+def test_documents_name_the_version_of_the_bundle_format():
     page, changes = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/bundle-format.md", "CHANGELOG.md"))
     assert page.startswith(f"# Bundle format, version {FORMAT_VERSION}\n")
     assert f"Bundles have format {FORMAT_VERSION}:" in changes
@@ -61,7 +60,7 @@ def _command(words: list[str]) -> argparse.ArgumentParser:
     return command
 
 
-def test_flags_and_keywords_in_documents_exist() -> None:
+def test_flags_and_keywords_in_documents_exist():
     unknown: list[str] = []
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
@@ -78,7 +77,7 @@ def test_flags_and_keywords_in_documents_exist() -> None:
     assert unknown == []
 
 
-def test_supported_families_pass_and_refused_ones_are_explained() -> None:
+def test_supported_families_pass_and_refused_ones_are_explained():
     assert FAMILIES.keys() <= families().keys()
     assert {f"{name}, {why}" for why, (name, _) in REFUSED.items()} <= REFUSED_FAMILIES <= HELP.keys()
     for name, checks in FAMILIES.items():

@@ -1,7 +1,6 @@
 """Dynamic trees: the most probable nodes are chosen, greedy text stays plain decoding's, samples stay the target's."""
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -14,7 +13,6 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import most_probable_tree
 from specexport.runtime.speculative import PLAIN
-from tests.fixtures import Bundles
 from tests.manifests import put
 from tests.reference import exact_texts
 from tests.streams import started, tokens_of
@@ -35,7 +33,7 @@ def dynamic(source: Path, to: Path, trees: list[Any] | None = None) -> Path:
 
 
 @pytest.mark.parametrize("spine", [False, True])
-def test_the_most_probable_nodes_are_chosen(spine: bool) -> None:
+def test_the_most_probable_nodes_are_chosen(spine):
     """Against all paths, listed; the chain is whole where a spine is asked for."""
     draw = np.random.default_rng(0)
     for _ in range(50):
@@ -53,16 +51,14 @@ def test_the_most_probable_nodes_are_chosen(spine: bool) -> None:
         assert set(tree.choices) == set(expected)
 
 
-def test_impossible_candidates_are_left_out() -> None:
+def test_impossible_candidates_are_left_out():
     weights = np.array([[1, 0, 0], [0.5, 0.5, 0], [1, 0, 0]], np.float32)
     assert set(most_probable_tree(WIDE, weights, False).choices) == {(0,), (0, 0), (0, 1), (0, 0, 0), (0, 1, 0)}
     assert set(most_probable_tree(WIDE, weights, True).choices) == {(0,), (0, 0), (0, 1), (0, 0, 0)}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_text_is_plain_decoding_s(
-    bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_greedy_text_is_plain_decoding_s(bundle, tmp_path, monkeypatch, name):
     draw, shapes, accepted = np.random.default_rng(1), set(), 0
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     with Engine.load(dynamic(bundle(f"dice-{name}"), tmp_path / "b"), threads=1, calibrate=False) as engine:
@@ -86,9 +82,7 @@ def test_greedy_text_is_plain_decoding_s(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_samples_are_distributed_as_the_target_s(
-    bundle: Bundles, oracle: Callable[[str], Any], tmp_path: Path, name: str
-) -> None:
+def test_samples_are_distributed_as_the_target_s(bundle, oracle, tmp_path, name):
     with Engine.load(dynamic(bundle(f"dice-{name}"), tmp_path / "b"), threads=1) as engine:
         for temperature in (1.0, 0.6):
             setting = Setting(name, NAMES[name], SamplingParams(temperature=temperature))
@@ -101,7 +95,7 @@ def test_samples_are_distributed_as_the_target_s(
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("name", NAMES)
-def test_several_requests_at_once(bundle: Bundles, tmp_path: Path, name: str) -> None:
+def test_several_requests_at_once(bundle, tmp_path, name):
     draw = np.random.default_rng(3)
     texts = [draw.integers(3, 12, length).tolist() for length in (1, 4, 9, 2)]
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -113,7 +107,7 @@ def test_several_requests_at_once(bundle: Bundles, tmp_path: Path, name: str) ->
     assert together == alone
 
 
-def test_chains_leave_nothing_to_choose_beside_them(bundle: Bundles, tmp_path: Path) -> None:
+def test_chains_leave_nothing_to_choose_beside_them(bundle, tmp_path):
     source = dynamic(bundle("dice-eagle3"), tmp_path / "b", [[[0], [0, 0]]])
     with pytest.raises(SpecExportError, match="dynamic_tree: its trees are chains"):
         Engine.load(source)

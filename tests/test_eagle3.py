@@ -34,7 +34,6 @@ from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.training.predictions import measure_accuracy, weighted_loss
 from specexport.training.run import load_model
 from tests.checkpoints import GROUPED, VOCAB, make_eagle3
-from tests.fixtures import Bundles
 from tests.hidden_states import GREEDY, Formulas, TwoSlots, changed, require_drafted
 from tests.quantized import FORMATS
 from tests.training import CPU, LANGUAGE, silent, train_on_language, training_options, windows_of
@@ -121,9 +120,7 @@ class Paper(Formulas):
         ("speculators", "native", {"model_type": "qwen3", "fc_norm": True, "norm_output": True, "embedding": False}),
     ],
 )
-def test_drafts_equal_the_formulas(
-    tmp_path: Path, target: Path, published: Any, lowering: Any, options: dict[str, Any]
-) -> None:
+def test_drafts_equal_the_formulas(tmp_path, target, published, lowering, options):
     """Two slots with texts of 5 and 2 rows, whose next rows are 3 and 1, padded; then 4 tokens each."""
     folder = make_eagle3(tmp_path / "draft", target, published=published, **options)
     outline = read_eagle3(str(folder))
@@ -162,7 +159,7 @@ def test_drafts_equal_the_formulas(
         outputs = slots.run(4, 1, pasts, (1, 1), **local)
 
 
-def test_missing_draft_tensors_are_the_targets(tmp_path: Path, target: Path) -> None:
+def test_missing_draft_tensors_are_the_targets(tmp_path, target):
     folder = make_eagle3(tmp_path / "draft", target, draft_vocab=KEPT, embedding=False)
     source = changed(folder, {"lm_head.weight": None})
     fit(source)
@@ -177,7 +174,7 @@ def test_missing_draft_tensors_are_the_targets(tmp_path: Path, target: Path) -> 
     assert torch.equal(tied.lm_head.weight, theirs["model.embed_tokens.weight"][ids])
 
 
-def test_quantized_drafts_are_read_as_quantized_targets_are(draft: Path, target: Path) -> None:
+def test_quantized_drafts_are_read_as_quantized_targets_are(draft, target):
     config, quantize = FORMATS["int8"]
     stored: dict[str, torch.Tensor | None] = {}
     numbers = {}
@@ -196,7 +193,7 @@ def test_quantized_drafts_are_read_as_quantized_targets_are(draft: Path, target:
         fit(changed(draft, {"fc.weight_scale": None}))
 
 
-def test_the_draft_of_smollm2_fits_its_target() -> None:
+def test_the_draft_of_smollm2_fits_its_target():
     outline = read_eagle3("examples/models/smollm2-eagle3")
     outline.require_fit(hidden=576, vocab=49152, layers=30)
     assert (outline.seen(30), outline.draft_vocab, outline.layer.rope_parameters["rope_theta"]) == (
@@ -204,7 +201,7 @@ def test_the_draft_of_smollm2_fits_its_target() -> None:
     )  # fmt: skip
 
 
-def test_layers_are_named_as_their_publishers_do(tmp_path: Path, target: Path, draft: Path) -> None:
+def test_layers_are_named_as_their_publishers_do(tmp_path, target, draft):
     assert read_eagle3(str(draft)).seen(LAYERS) == (0, 1, 2)
     nested = changed(
         draft, eagle_aux_hidden_state_layer_ids=None, eagle_config={"eagle_aux_hidden_state_layer_ids": [1]}
@@ -237,7 +234,7 @@ def test_layers_are_named_as_their_publishers_do(tmp_path: Path, target: Path, d
         ({"fc_norm": True}, "no tensor 'fc_norm.0.weight'; expected it in an EAGLE-3 draft as config.json"),
     ],
 )
-def test_configurations_that_do_not_fit_are_refused_by_field(draft: Path, change: dict[str, Any], reason: str) -> None:
+def test_configurations_that_do_not_fit_are_refused_by_field(draft, change, reason):
     with pytest.raises(BuildError, match=reason) as caught:
         fit(changed(draft, **change))
     assert str(draft) in str(caught.value)
@@ -263,9 +260,7 @@ Q = "midlayer.self_attn.q_proj.weight"
         ({"t2d": torch.ones(9, dtype=torch.bool)}, r"tensor 't2d' is \[9\], expected \[320\]"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(
-    target: Path, draft: Path, change: dict[str, Any], reason: str
-) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(target, draft, change, reason):
     source = changed(draft, change)
     with pytest.raises(BuildError, match=reason):
         fit(source)
@@ -275,7 +270,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_makes_the_rows_that_are_missing_alone(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_makes_the_rows_that_are_missing_alone(bundle, monkeypatch):
     """On the CPU a run is as wide as the text has grown, not as wide as the deepest tree may make it grow."""
     lengths: list[int] = []
     widths: list[int] = []
@@ -310,9 +305,7 @@ def options(target: Path, tmp_path: Path) -> Callable[..., Eagle3Training]:
 
 
 @pytest.mark.slow
-def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
-    target: Path, options: Callable[..., Eagle3Training], tmp_path: Path
-) -> None:
+def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(target, options, tmp_path):
     """Draft after draft, token after token, against all of them at once: logits, and the loss made of them."""
     steps, kept, decay = 3, 200, 0.8
     settings = options(draft_vocab_size=kept, intermediate_size=48)
@@ -353,9 +346,7 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(
 
 
 @pytest.mark.slow
-def test_a_draft_learns_to_go_on_from_its_own_states(
-    target: Path, options: Callable[..., Eagle3Training], tmp_path: Path
-) -> None:
+def test_a_draft_learns_to_go_on_from_its_own_states(target, options, tmp_path):
     loaded = load_model(str(target), CPU, frozen=True)
     windows = windows_of(LANGUAGE)
     torch.manual_seed(0)
@@ -371,7 +362,7 @@ def test_a_draft_learns_to_go_on_from_its_own_states(
 
 
 @pytest.mark.slow
-def test_drafts_propose_the_most_frequent_tokens(options: Callable[..., Eagle3Training], target: Path) -> None:
+def test_drafts_propose_the_most_frequent_tokens(options, target):
     ids = torch.full((4, 8), 7)
     ids[:, :4] = torch.tensor([300, 9, 9, 300])
     windows = windows_of(ids)
@@ -385,9 +376,7 @@ def test_drafts_propose_the_most_frequent_tokens(options: Callable[..., Eagle3Tr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [None, 200])
-def test_narrower_mlps_keep_the_strongest_units(
-    options: Callable[..., Eagle3Training], target: Path, tmp_path: Path, kept: int | None
-) -> None:
+def test_narrower_mlps_keep_the_strongest_units(options, target, tmp_path, kept):
     """Those that write nothing can go, and it says the same."""
     folder = make_eagle3(tmp_path / "draft", target, draft_vocab=kept)
     state = load_file(folder / "model.safetensors")
@@ -413,9 +402,7 @@ def test_narrower_mlps_keep_the_strongest_units(
 
 
 @pytest.mark.slow
-def test_unsupported_drafts_cannot_be_continued(
-    options: Callable[..., Eagle3Training], target: Path, tmp_path: Path
-) -> None:
+def test_unsupported_drafts_cannot_be_continued(options, target, tmp_path):
     folder = make_eagle3(tmp_path / "draft", target, published="speculators", model_type="qwen3", fc_norm=True)
     refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({}, "has fc_norm, layers of a qwen3; expected one plain llama layer"),
@@ -431,6 +418,6 @@ def test_unsupported_drafts_cannot_be_continued(
 
 
 @pytest.mark.slow
-def test_those_who_may_read_the_configuration_may_read_the_weights(tmp_path: Path) -> None:
+def test_those_who_may_read_the_configuration_may_read_the_weights(tmp_path):
     save_head_tensors(tmp_path, {}, {"weight": torch.ones(1)})
     assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1

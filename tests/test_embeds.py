@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
 from specexport.runtime.prompt import EncodedPrompt
 from specexport.runtime.speculative import PLAIN
 from specexport.tree_search import record_proposals
-from tests.fixtures import Bundles, Engines
 from tests.streams import started, tokens_of
 
 NAMES = ("gemma2-embeds", "granite-embeds")
@@ -35,7 +33,7 @@ def rows(count: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_text_equals_transformers(engine: Engines, oracle: Callable[[str], Any], name: str) -> None:
+def test_greedy_text_equals_transformers(engine, oracle, name):
     loaded = engine(name)
     ways: list[dict[str, Any]] = [{"num_speculative_tokens": 0}, {}]
     ways += [{"method": method} for method in loaded.methods if method not in ("self_draft", "hypothesis")]
@@ -52,7 +50,7 @@ def test_greedy_text_equals_transformers(engine: Engines, oracle: Callable[[str]
             assert done.stats.accepted > 8
 
 
-def test_seeds_give_the_same_samples_after_tokens(engine: Engines, oracle: Callable[[str], Any]) -> None:
+def test_seeds_give_the_same_samples_after_tokens(engine, oracle):
     loaded, params = engine(NAME), SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
     for case in (case for case in oracle(NAME)["embeds"] if "ids" in case):
         for method in ("ngram", "lookahead"):
@@ -62,7 +60,7 @@ def test_seeds_give_the_same_samples_after_tokens(engine: Engines, oracle: Calla
             assert len(done.token_ids) == len(expected)
 
 
-def test_nothing_proposes_an_embedding(engine: Engines) -> None:
+def test_nothing_proposes_an_embedding(engine):
     """Embeddings that repeat are found like tokens that do, and what follows them is proposed up to the next one."""
     loaded = engine(NAME)
     again = rows(4)
@@ -77,7 +75,7 @@ def test_nothing_proposes_an_embedding(engine: Engines) -> None:
         assert done.token_ids == loaded.generate(text, GREEDY.replace(ignore_eos=True), PLAIN).token_ids
 
 
-def test_prefixes_are_shared_by_equal_embeddings_alone(bundle: Bundles) -> None:
+def test_prefixes_are_shared_by_equal_embeddings_alone(bundle):
     params = GREEDY.replace(logprobs=0, max_tokens=4)
 
     def said(first: Engine, text: Any) -> tuple[Any, list[float]]:
@@ -99,7 +97,7 @@ def test_prefixes_are_shared_by_equal_embeddings_alone(bundle: Bundles) -> None:
         assert loaded.generate([0] * 40, params).stats.cached_tokens == 0
 
 
-def test_batched_requests_equal_single_ones(engine: Engines) -> None:
+def test_batched_requests_equal_single_ones(engine):
     loaded = engine(NAME)
     texts: list[Any] = [
         EmbedsPrompt([rows(70, 1)]),
@@ -114,7 +112,7 @@ def test_batched_requests_equal_single_ones(engine: Engines) -> None:
     assert together == alone
 
 
-def test_a_draft_reads_no_embeddings(engine: Engines) -> None:
+def test_a_draft_reads_no_embeddings(engine):
     loaded = engine(NAME)
     text = EmbedsPrompt(rows(4))
     with loaded.stream([5], GREEDY) as stream:
@@ -125,7 +123,7 @@ def test_a_draft_reads_no_embeddings(engine: Engines) -> None:
         loaded.stream(text, GREEDY, "self_draft")
 
 
-def test_wrong_prompts_are_explained(engine: Engines) -> None:
+def test_wrong_prompts_are_explained(engine):
     loaded = engine(NAME)
     good = rows(3)
     for parts, reason in (
@@ -161,7 +159,7 @@ def test_wrong_prompts_are_explained(engine: Engines) -> None:
     assert loaded.encode(EmbedsPrompt(["one", good, " two"])).tokens[-1:] == loaded.encode(" two")[-1:]
 
 
-def test_embeddings_lie_where_they_are_read() -> None:
+def test_embeddings_lie_where_they_are_read():
     held = EncodedPrompt([0] * 5, np.arange(6, dtype=np.float32).reshape(3, 2), np.array([-1, 0, 1, -1, 2]))
     inputs, mask = np.full((3, 2), 9, np.float32), np.ones(3, np.bool_)
     for start, expected, at in ((0, [[9, 9], [0, 1], [2, 3]], [0, 1, 1]), (4, [[4, 5], [0, 1], [2, 3]], [1, 0, 0])):
@@ -171,7 +169,7 @@ def test_embeddings_lie_where_they_are_read() -> None:
     assert not mask.any()
 
 
-def test_llm(bundle: Bundles, engine: Engines) -> None:
+def test_llm(bundle, engine):
     inputs = rows(5)
     expected = engine(NAME).generate(EmbedsPrompt([inputs, [5]]), GREEDY).token_ids
     with LLM(bundle=bundle(NAME), threads=1, calibrate=False) as llm:
@@ -181,7 +179,7 @@ def test_llm(bundle: Bundles, engine: Engines) -> None:
             llm.generate({"prompt_embeds": inputs[0]}, GREEDY, use_tqdm=False)
 
 
-def test_run(bundle: Bundles, engine: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run(bundle, engine, tmp_path, capsys):
     inputs, folder, file = rows(5), str(bundle(NAME)), tmp_path / "sound.npy"
     np.save(file, inputs)
     words = ["run", folder, "--prompt-embeds", str(file), "-n", "24", "--temperature", "0", "--json"]
@@ -197,7 +195,7 @@ def test_run(bundle: Bundles, engine: Engines, tmp_path: Path, capsys: pytest.Ca
         assert reason in capsys.readouterr().err
 
 
-def test_async_engine(bundle: Bundles, engine: Engines) -> None:
+def test_async_engine(bundle, engine):
     async def said() -> list[int]:
         async with AsyncEngine.open(bundle=bundle(NAME), threads=1, calibrate=False) as serving:
             return [token async for chunk in serving.generate(text, GREEDY) for token in chunk.token_ids]
@@ -207,7 +205,7 @@ def test_async_engine(bundle: Bundles, engine: Engines) -> None:
 
 
 @pytest.mark.exporter
-def test_building(bundle: Bundles, capsys: pytest.CaptureFixture[str]) -> None:
+def test_building(bundle, capsys):
     from specexport.exporter.engines.bundle import compile_bundle
     from specexport.exporter.options import BuildOptions, CompileOptions
     from specexport.verify.bundle import verify

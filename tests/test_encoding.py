@@ -61,7 +61,7 @@ def frontend(tokenizer: Tokenizer) -> Frontend:
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_of_a_text_that_is_too_long_the_beginning_alone_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_text_that_is_too_long_the_beginning_alone_is_read(name, monkeypatch):
     read: list[int] = []
     monkeypatch.setattr(
         "specexport.frontend.encode_text",
@@ -89,7 +89,7 @@ def swallowing() -> dict[str, Tokenizer]:
 
 
 @pytest.mark.parametrize("name", swallowing())
-def test_a_text_of_which_little_remains_is_read_at_any_length(name: str) -> None:
+def test_a_text_of_which_little_remains_is_read_at_any_length(name):
     tokenizer = swallowing()[name]
     text = " " * 1000 + ("<m>" if name == "lstrip" else "")
     assert len(frontend(tokenizer).encode(text)) <= 1
@@ -98,7 +98,7 @@ def test_a_text_of_which_little_remains_is_read_at_any_length(name: str) -> None
             frontend(tokenizer).encode(text + "a b " * 1000)
 
 
-def test_others_run_while_a_long_text_is_read() -> None:
+def test_others_run_while_a_long_text_is_read():
     """Counted is how often another thread comes to its turn, which it never does while Python's lock is held."""
     tokenizer, done, turns = bytewise("aaaa"), threading.Event(), 0
     reader = threading.Thread(target=lambda: (encode_text(tokenizer, "one two " * 200_000), done.set()))
@@ -110,7 +110,7 @@ def test_others_run_while_a_long_text_is_read() -> None:
     assert turns > 50
 
 
-def test_tokens_are_those_of_the_library() -> None:
+def test_tokens_are_those_of_the_library():
     for tokenizer in BOUNDED.values():
         assert encode_text(tokenizer, "a aaaa é\n") == tokenizer.encode("a aaaa é\n").ids
 
@@ -166,9 +166,7 @@ def spoken(tokenizer: Tokenizer, before: list[int], tokens: list[int], skip: boo
 
 @every_tokenizer
 @given(hard_texts, tokens_of_any_kind, st.booleans())
-def test_a_text_begins_with_each_token_where_that_begins(
-    tokenizer: Tokenizer, prompt: str, output: list[int], skip: bool
-) -> None:
+def test_a_text_begins_with_each_token_where_that_begins(tokenizer, prompt, output, skip):
     known = tokenizer.get_vocab_size(with_added_tokens=True)
     output = [token % known for token in output]
     tokens = tokenizer.encode(prompt).ids
@@ -183,13 +181,13 @@ def test_a_text_begins_with_each_token_where_that_begins(
 
 
 @every_tokenizer
-def test_a_prompts_tokens_make_up_the_prompt(tokenizer: Tokenizer) -> None:
+def test_a_prompts_tokens_make_up_the_prompt(tokenizer):
     for prompt in ("one 🙂 two", "Hello  WORLD", " hello", "é", ""):
         pieces = PlacedTokens(tokenizer, True).prompt(prompt, tokenizer.encode(prompt).ids)
         assert "".join(piece for piece, _ in pieces if piece != START) == prompt
 
 
-def test_a_character_of_several_tokens_has_one_place() -> None:
+def test_a_character_of_several_tokens_has_one_place():
     tokenizer = TOKENIZERS["byte_fallback, start"]
     pieces = PlacedTokens(tokenizer, True).prompt("h🙂 he", tokenizer.encode("h🙂 he").ids)
     # The tokenizer puts a space before the text, which is not in it.
@@ -197,7 +195,7 @@ def test_a_character_of_several_tokens_has_one_place() -> None:
     assert pieces == [(START, 0), ("", 0), ("h", 0), *character, (" ", 2), ("he", 3)]
 
 
-def test_a_special_token_in_the_text_has_its_place() -> None:
+def test_a_special_token_in_the_text_has_its_place():
     tokenizer = TOKENIZERS["byte_level"]
     end = tokenizer.token_to_id(END)
     h = tokenizer.token_to_id("h")

@@ -53,25 +53,25 @@ def changed(bundle: Bundles, tmp_path: Path) -> Callable[..., Engine]:
 # --- seeds ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_makes_the_text_reproducible(llama: Engine, bundle: Bundles) -> None:
+def test_a_seed_makes_the_text_reproducible(llama, bundle):
     with Engine.load(bundle(NAME), threads=1) as other:
         pairs = [(llama, 1), (llama, 2), (llama, 1), (other, 2)]
         texts = [loaded.generate(PROMPT, SAMPLED.replace(seed=seed)).token_ids for loaded, seed in pairs]
     assert texts[0] == texts[2] != texts[1] == texts[3]
 
 
-def test_without_a_seed_texts_differ(llama: Engine) -> None:
+def test_without_a_seed_texts_differ(llama):
     assert len({llama.generate(PROMPT, SAMPLED).token_ids for _ in range(4)}) > 1
 
 
-def test_a_request_leaves_no_trace_in_the_next(llama: Engine) -> None:
+def test_a_request_leaves_no_trace_in_the_next(llama):
     first = llama.generate(PROMPT, SAMPLED.replace(seed=3)).token_ids
     llama.generate([300] * 150, SAMPLED.replace(seed=4, max_tokens=60))
     llama.generate(PROMPT[:3], SAMPLED.replace(seed=4, max_tokens=60))
     assert llama.generate(PROMPT, SAMPLED.replace(seed=3)).token_ids == first
 
 
-def test_defaults_are_the_models_own(llama: Engine) -> None:
+def test_defaults_are_the_models_own(llama):
     assert llama.params() == SamplingParams(temperature=0.0, posterior_threshold=0.09, posterior_alpha=0.3)
     assert llama.generate(PROMPT).token_ids[:24] == llama.generate(PROMPT, GREEDY.replace(ignore_eos=False)).token_ids
 
@@ -79,7 +79,7 @@ def test_defaults_are_the_models_own(llama: Engine) -> None:
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_may_be_text_or_its_tokens(llama: Engine) -> None:
+def test_a_prompt_may_be_text_or_its_tokens(llama):
     text = "what is the first word of all"
     tokens = llama.tokenizer.encode(text).ids
     assert llama.encode(text) == tokens
@@ -88,25 +88,25 @@ def test_a_prompt_may_be_text_or_its_tokens(llama: Engine) -> None:
     assert from_text.stats.prompt_tokens == len(tokens)
 
 
-def test_an_empty_prompt_is_the_start_token(llama: Engine) -> None:
+def test_an_empty_prompt_is_the_start_token(llama):
     start = llama.tokenizer.token_to_id("<s>")
     assert llama.encode("") == llama.encode([]) == [start]
     assert llama.generate("", GREEDY).token_ids == llama.generate([start], GREEDY).token_ids
 
 
-def test_an_empty_prompt_without_a_start_token_is_the_end_token(changed: Callable[..., Engine]) -> None:
+def test_an_empty_prompt_without_a_start_token_is_the_end_token(changed):
     loaded = changed(special_tokens={}, eos_token_ids=[7, 1])
     assert loaded.encode("") == [7]
 
 
-def test_an_empty_prompt_is_refused_where_nothing_could_stand_for_it(changed: Callable[..., Engine]) -> None:
+def test_an_empty_prompt_is_refused_where_nothing_could_stand_for_it(changed):
     loaded = changed(special_tokens={}, eos_token_ids=[])
     with pytest.raises(RequestError, match="prompt is empty"):
         loaded.generate("", GREEDY)
     assert len(loaded.generate("a", GREEDY).token_ids) == 24
 
 
-def test_text_whose_tokens_the_model_does_not_have_is_refused(engine: Engines) -> None:
+def test_text_whose_tokens_the_model_does_not_have_is_refused(engine):
     """Some tokenizers know more tokens than their model."""
     small = engine("dice-near")
     with pytest.raises(RequestError, match="0 to 11"):
@@ -116,7 +116,7 @@ def test_text_whose_tokens_the_model_does_not_have_is_refused(engine: Engines) -
 
 @pytest.mark.parametrize("length", [1, 2, 3, 63, 64, 65, 66, 128, 129, 130])
 @pytest.mark.parametrize("name", [NAME, "gemma2-equal"])
-def test_prompts_of_every_length_at_the_borders_of_prefill_chunks(engine: Engines, name: str, length: int) -> None:
+def test_prompts_of_every_length_at_the_borders_of_prefill_chunks(engine, name, length):
     """The text after a prompt is the same, however much of it is prompt and however much was generated."""
     prompt = [3 + (37 * i) % 300 for i in range(length)]
     whole = engine(name).generate(prompt, GREEDY).token_ids
@@ -128,16 +128,14 @@ def test_prompts_of_every_length_at_the_borders_of_prefill_chunks(engine: Engine
 
 
 @pytest.mark.parametrize("length", [512, 513, 700])
-def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers(llama: Engine, length: int) -> None:
+def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers(llama, length):
     with pytest.raises(RequestError, match=rf"{length} tokens.*512"):
         llama.generate([5] * length, GREEDY)
 
 
 @pytest.mark.parametrize("name", [NAME, "qwen3-bad", "gemma2-equal", "gpt2-near"])
 @pytest.mark.parametrize("speculation", [True, False])
-def test_a_text_ends_with_the_context(
-    engine: Engines, oracle: Callable[[str], Any], name: str, speculation: bool
-) -> None:
+def test_a_text_ends_with_the_context(engine, oracle, name, speculation):
     for case in oracle(name)["greedy"][-2:]:
         params = GREEDY.replace(max_tokens=1000, ignore_eos=False)
         done = engine(name).generate(case["prompt"], params, None if speculation else PLAIN)
@@ -146,7 +144,7 @@ def test_a_text_ends_with_the_context(
 
 
 @pytest.mark.parametrize("name", [NAME, "gemma2-equal"])
-def test_the_caches_grow_without_changing_the_text(bundle: Bundles, oracle: Callable[[str], Any], name: str) -> None:
+def test_the_caches_grow_without_changing_the_text(bundle, oracle, name):
     """In a new engine, whose caches have their first size; the cases cross each border while generating."""
     for case in oracle(name)["greedy"][-4:-1]:
         with Engine.load(bundle(name), threads=1) as fresh:
@@ -157,7 +155,7 @@ def test_the_caches_grow_without_changing_the_text(bundle: Bundles, oracle: Call
 # --- how texts end ----------------------------------------------------------------------------------------------------
 
 
-def test_max_tokens_is_exact(llama: Engine) -> None:
+def test_max_tokens_is_exact(llama):
     whole = llama.generate(PROMPT, GREEDY).token_ids
     for count in range(len(whole)):
         done = llama.generate(PROMPT, GREEDY.replace(max_tokens=count))
@@ -165,13 +163,13 @@ def test_max_tokens_is_exact(llama: Engine) -> None:
         assert done.stats.output_tokens == count
 
 
-def test_no_tokens_are_no_work(llama: Engine) -> None:
+def test_no_tokens_are_no_work(llama):
     done = llama.generate([5] * llama.manifest.max_seq_len, GREEDY.replace(max_tokens=0))
     assert done == Completion("", (), "length", done.stats)
     assert done.stats.steps == done.stats.drafted == 0
 
 
-def test_any_of_the_end_tokens_ends_the_text(llama: Engine, changed: Callable[..., Engine]) -> None:
+def test_any_of_the_end_tokens_ends_the_text(llama, changed):
     whole = llama.generate(PROMPT, GREEDY)
     later, sooner = whole.token_ids[15], whole.token_ids[9]
     at = min(whole.token_ids.index(later), whole.token_ids.index(sooner))
@@ -184,13 +182,13 @@ def test_any_of_the_end_tokens_ends_the_text(llama: Engine, changed: Callable[..
     assert other.generate(PROMPT, GREEDY).token_ids == whole.token_ids
 
 
-def test_the_end_token_wins_over_the_length(llama: Engine, changed: Callable[..., Engine]) -> None:
+def test_the_end_token_wins_over_the_length(llama, changed):
     first = llama.generate(PROMPT, GREEDY).token_ids[0]
     done = changed(eos_token_ids=[first]).generate(PROMPT, GREEDY.replace(ignore_eos=False, max_tokens=1))
     assert (done.token_ids, done.text, done.finish_reason) == ((first,), "", "stop")
 
 
-def test_a_stop_text_ends_the_text_before_it(llama: Engine) -> None:
+def test_a_stop_text_ends_the_text_before_it(llama):
     whole = llama.generate(PROMPT, GREEDY)
     pieces = [llama.tokenizer.decode([token]) for token in whole.token_ids]
     for at in range(3, 18):
@@ -206,14 +204,14 @@ def test_a_stop_text_ends_the_text_before_it(llama: Engine) -> None:
         assert stop not in llama.tokenizer.decode(done.token_ids[:-1])
 
 
-def test_absent_stop_texts_change_nothing(llama: Engine) -> None:
+def test_absent_stop_texts_change_nothing(llama):
     whole = llama.generate(PROMPT, GREEDY)
     end = llama.generate(PROMPT, GREEDY.replace(stop=(whole.text[-3:] + "!", "\x00\x01")))
     assert (end.text, end.token_ids, end.finish_reason) == (whole.text, whole.token_ids, "length")
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_text_decodes_the_tokens(llama: Engine, seed: int) -> None:
+def test_the_text_decodes_the_tokens(llama, seed):
     """Random weights say a lot of stray bytes."""
     done = llama.generate(PROMPT, SAMPLED.replace(seed=seed, temperature=1.5, max_tokens=60))
     assert done.text == llama.tokenizer.decode(done.token_ids)
@@ -222,7 +220,7 @@ def test_the_text_decodes_the_tokens(llama: Engine, seed: int) -> None:
 # --- acceptance -------------------------------------------------------------------------------------------------------
 
 
-def test_typical_acceptance_accepts_more_and_greedy_stays_exact(llama: Engine) -> None:
+def test_typical_acceptance_accepts_more_and_greedy_stays_exact(llama):
     loose = SAMPLED.replace(acceptance="typical", posterior_threshold=0.0, top_p=1.0)
     strict = SAMPLED.replace(acceptance="typical", posterior_threshold=1.0, posterior_alpha=1.0, top_p=1.0)
     everything, little = (
@@ -239,7 +237,7 @@ def test_typical_acceptance_accepts_more_and_greedy_stays_exact(llama: Engine) -
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_is_the_completion_in_pieces(fresh_engine: Engine) -> None:
+def test_a_stream_is_the_completion_in_pieces(fresh_engine):
     params = SAMPLED.replace(seed=8)
     whole = fresh_engine.generate(PROMPT, params)
     stream = fresh_engine.stream(PROMPT, params)
@@ -251,12 +249,12 @@ def test_a_stream_is_the_completion_in_pieces(fresh_engine: Engine) -> None:
     assert list(stream) == []
 
 
-def test_a_stream_starts_when_it_is_read(fresh_engine: Engine) -> None:
+def test_a_stream_starts_when_it_is_read(fresh_engine):
     waiting = fresh_engine.stream(PROMPT, GREEDY)
     assert fresh_engine.generate(PROMPT, GREEDY).token_ids == tokens_of(waiting)
 
 
-def test_a_second_request_in_a_thread_with_an_unfinished_stream_finishes_that_first(fresh_engine: Engine) -> None:
+def test_a_second_request_in_a_thread_with_an_unfinished_stream_finishes_that_first(fresh_engine):
     """Where there is one slot: what the first one made meanwhile can still be read."""
 
     def nested() -> tuple[int, ...]:
@@ -270,7 +268,7 @@ def test_a_second_request_in_a_thread_with_an_unfinished_stream_finishes_that_fi
 
 
 @pytest.mark.parametrize("how", ["dropped", "closed", "an error"])
-def test_a_stream_that_is_left_frees_the_engine(fresh_engine: Engine, how: str) -> None:
+def test_a_stream_that_is_left_frees_the_engine(fresh_engine, how):
     def leave() -> None:
         stream = fresh_engine.stream(PROMPT, GREEDY)
         if how == "an error":
@@ -289,7 +287,7 @@ def test_a_stream_that_is_left_frees_the_engine(fresh_engine: Engine, how: str) 
     assert len(in_thread(lambda: fresh_engine.generate(PROMPT, GREEDY)).token_ids) == 24
 
 
-def test_a_cancelled_stream_ends_before_its_next_step(fresh_engine: Engine) -> None:
+def test_a_cancelled_stream_ends_before_its_next_step(fresh_engine):
     stream = fresh_engine.stream(PROMPT, GREEDY.replace(max_tokens=400))
     started, cancelled = threading.Event(), threading.Event()
 
@@ -312,14 +310,14 @@ def test_a_cancelled_stream_ends_before_its_next_step(fresh_engine: Engine) -> N
     assert len(fresh_engine.generate(PROMPT, GREEDY).token_ids) == 24
 
 
-def test_a_stream_cancelled_before_it_starts_is_empty(fresh_engine: Engine) -> None:
+def test_a_stream_cancelled_before_it_starts_is_empty(fresh_engine):
     stream = fresh_engine.stream(PROMPT, GREEDY)
     stream.cancel()
     assert list(stream) == [Chunk("", (), "cancelled")]
     assert stream.stats.steps == 0
 
 
-def test_a_stream_closed_by_another_thread_ends_and_frees_the_engine(fresh_engine: Engine) -> None:
+def test_a_stream_closed_by_another_thread_ends_and_frees_the_engine(fresh_engine):
     """At any time: while the other thread is in a step, between steps, or after the end."""
     for _ in range(20):
         stream = fresh_engine.stream(PROMPT, GREEDY.replace(max_tokens=60))
@@ -331,7 +329,7 @@ def test_a_stream_closed_by_another_thread_ends_and_frees_the_engine(fresh_engin
         assert len(in_thread(lambda: fresh_engine.generate(PROMPT, GREEDY.replace(max_tokens=2))).token_ids) == 2
 
 
-def test_a_stream_closed_while_it_waits_for_its_turn_never_runs(fresh_engine: Engine) -> None:
+def test_a_stream_closed_while_it_waits_for_its_turn_never_runs(fresh_engine):
     with fresh_engine.stream(PROMPT, GREEDY) as running:
         next(running)
         waiting = fresh_engine.stream(PROMPT, GREEDY)
@@ -347,7 +345,7 @@ def test_a_stream_closed_while_it_waits_for_its_turn_never_runs(fresh_engine: En
 # --- threads and closing ----------------------------------------------------------------------------------------------
 
 
-def test_a_closed_engine_refuses_requests(bundle: Bundles) -> None:
+def test_a_closed_engine_refuses_requests(bundle):
     with Engine.load(bundle(NAME), threads=1) as loaded:
         prepared = loaded.stream(PROMPT, GREEDY)
         assert len(loaded.generate(PROMPT, GREEDY).token_ids) == 24
@@ -358,7 +356,7 @@ def test_a_closed_engine_refuses_requests(bundle: Bundles) -> None:
     loaded.close()
 
 
-def test_closing_ends_this_threads_own_stream(bundle: Bundles) -> None:
+def test_closing_ends_this_threads_own_stream(bundle):
     def leave_early() -> Stream:
         with Engine.load(bundle(NAME), threads=1) as loaded:
             stream = loaded.stream(PROMPT, GREEDY)
@@ -376,7 +374,7 @@ def refuses_requests(engine: Engine) -> bool:
     return False
 
 
-def test_closing_waits_for_another_threads_request(bundle: Bundles) -> None:
+def test_closing_waits_for_another_threads_request(bundle):
     loaded = Engine.load(bundle(NAME), threads=1)
     stream = loaded.stream(PROMPT, GREEDY)
     tokens = list(next(stream).token_ids)
@@ -394,7 +392,7 @@ def test_closing_waits_for_another_threads_request(bundle: Bundles) -> None:
 # --- speculation ------------------------------------------------------------------------------------------------------
 
 
-def test_a_draft_equal_to_the_target_is_always_accepted(engine: Engines) -> None:
+def test_a_draft_equal_to_the_target_is_always_accepted(engine):
     """Through prefill chunks and cache sizes: after one wrong row in its cache it would soon say something else."""
     for prompt in ([9], list(PROMPT), [3 + i % 300 for i in range(200)]):
         done = engine("gemma2-equal").generate(prompt, GREEDY.replace(max_tokens=300))
@@ -402,7 +400,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(engine: Engines) -> None
         assert len(done.token_ids) == 300
 
 
-def test_k_is_chosen_per_request(llama: Engine) -> None:
+def test_k_is_chosen_per_request(llama):
     whole = llama.generate(PROMPT, GREEDY)
     for k in (1, 2, 4, 7):
         done = llama.generate(PROMPT, GREEDY, {"num_speculative_tokens": k})
@@ -415,7 +413,7 @@ def test_k_is_chosen_per_request(llama: Engine) -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED.replace(seed=1), SAMPLED.replace(seed=2, max_tokens=77)], ids=str)
 @pytest.mark.parametrize("name", [NAME, "qwen3-bad", "gemma2-equal"])
-def test_stats_add_up(engine: Engines, name: str, params: SamplingParams) -> None:
+def test_stats_add_up(engine, name, params):
     done = engine(name).generate(PROMPT, params)
     stats = done.stats
     assert stats.prompt_tokens == len(PROMPT)
@@ -434,19 +432,19 @@ def test_stats_add_up(engine: Engines, name: str, params: SamplingParams) -> Non
     assert stats.total >= stats.first_token >= stats.prefill > 0
 
 
-def test_plain_decoding_drafts_nothing(llama: Engine) -> None:
+def test_plain_decoding_drafts_nothing(llama):
     stats = llama.generate(PROMPT, GREEDY, PLAIN).stats
     assert (stats.drafted, stats.accepted, stats.steps, stats.acceptance_length) == (0, 0, 24, 1.0)
     assert stats.acceptance_rate == 0.0
     assert stats.acceptance_by_position == []
 
 
-def test_stats_of_nothing_are_zero() -> None:
+def test_stats_of_nothing_are_zero():
     stats = Stats()
     assert (stats.acceptance_length, stats.acceptance_rate, stats.tokens_per_second) == (0.0, 0.0, 0.0)
 
 
-def test_a_process_may_end_while_a_daemon_thread_decodes(bundle: Callable[[str], Path]) -> None:
+def test_a_process_may_end_while_a_daemon_thread_decodes(bundle):
     """Python ends such a thread in onnxruntime's code, which would abort the process."""
     code = (
         "import sys, threading, time; from specexport.runtime import Engine, SamplingParams\n"

@@ -68,7 +68,7 @@ def _widths(engine: CompiledEngine) -> list[int]:
         ("int8-portable-draft", DEVICES[1:2]),
     ],
 )
-def test_every_graph_of_a_bundle_compiles(name: str, devices: Any, uncompiled: Bundles, tmp_path: Path) -> None:
+def test_every_graph_of_a_bundle_compiles(name, devices, uncompiled, tmp_path):
     folder = shutil.copytree(uncompiled(name), tmp_path / name)
     before = _tokens(folder)
     _, lowering, method = name.split("-")
@@ -115,9 +115,7 @@ MODELS = ("step", "propose")
 
 
 @pytest.mark.slow
-def test_several_slots_are_compiled_into_one_engine_that_holds_the_weights_once(
-    uncompiled: Bundles, tmp_path: Path
-) -> None:
+def test_several_slots_are_compiled_into_one_engine_that_holds_the_weights_once(uncompiled, tmp_path):
     """Every slot's prompt is read by itself, so that shapes of one slot and of several lie side by side."""
     folder = shutil.copytree(uncompiled("fp16-native-batch"), tmp_path / "bundle")
     alone = compile_bundle(folder, RTX)
@@ -143,7 +141,7 @@ def test_several_slots_are_compiled_into_one_engine_that_holds_the_weights_once(
 
 
 @pytest.mark.slow
-def test_engines_of_several_devices_lie_side_by_side(plain_engines: Path, tmp_path: Path) -> None:
+def test_engines_of_several_devices_lie_side_by_side(plain_engines, tmp_path):
     folder = shutil.copytree(plain_engines, tmp_path / "bundle")
     blackwell = msgspec.structs.replace(RTX, compute_capability=((12, 0),))
     first = read_manifest(folder)
@@ -162,7 +160,7 @@ def test_engines_of_several_devices_lie_side_by_side(plain_engines: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_fp32_attention_is_decomposed_and_said_so(uncompiled: Bundles, tmp_path: Path) -> None:
+def test_fp32_attention_is_decomposed_and_said_so(uncompiled, tmp_path):
     folder = shutil.copytree(uncompiled("fp32-native-plain"), tmp_path / "bundle")
     target = compile_bundle(folder, RTX).engines[0]
     assert target.attentions == 1 and target.decomposed == "fp32 has no fused kernel"
@@ -170,7 +168,7 @@ def test_fp32_attention_is_decomposed_and_said_so(uncompiled: Bundles, tmp_path:
 
 
 @pytest.mark.slow
-def test_fp8_weights_compile_from_ada_on_and_are_refused_below(uncompiled: Bundles, tmp_path: Path) -> None:
+def test_fp8_weights_compile_from_ada_on_and_are_refused_below(uncompiled, tmp_path):
     folder = Path(shutil.copytree(uncompiled("fp8-native-medusa"), tmp_path / "bundle"))
     before = read_manifest(folder)
     with pytest.raises(BuildError, match=r"compute_capability is 8\.6, and fp8 weights need 8\.9 \(Ada\) or higher"):
@@ -189,9 +187,7 @@ def test_fp8_weights_compile_from_ada_on_and_are_refused_below(uncompiled: Bundl
     assert any(name.startswith("medusa_head.") for name in names)
 
 
-def test_the_compiler_itself_knows_no_fp8_below_ada(
-    uncompiled: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compiler_itself_knows_no_fp8_below_ada(uncompiled, tmp_path, monkeypatch):
     """Why we refuse it: no kernel of an older device would undo it either."""
     folder = Path(shutil.copytree(uncompiled("fp8-native-medusa"), tmp_path / "bundle"))
     monkeypatch.setattr(bundle_module, "check_stored", lambda *_: None)
@@ -200,7 +196,7 @@ def test_the_compiler_itself_knows_no_fp8_below_ada(
 
 
 @pytest.mark.slow
-def test_bf16_is_computed_in_bf16(uncompiled: Bundles, tmp_path: Path) -> None:
+def test_bf16_is_computed_in_bf16(uncompiled, tmp_path):
     folder = Path(shutil.copytree(uncompiled("bf16-native-ngram"), tmp_path / "bundle"))
     compile_bundle(folder, RTX)
     manifest = read_manifest(folder)
@@ -214,7 +210,7 @@ def test_bf16_is_computed_in_bf16(uncompiled: Bundles, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_attention_without_a_fused_kernel_is_decomposed_and_said_so(bundle: Bundles, tmp_path: Path) -> None:
+def test_attention_without_a_fused_kernel_is_decomposed_and_said_so(bundle, tmp_path):
     folder = shutil.copytree(bundle("dice-ngram"), tmp_path / "bundle")  # heads of 8
     assert read_manifest(folder).backend == "onnxruntime"
     target = compile_bundle(folder, msgspec.structs.replace(RTX, compute="fp16")).engines[0]
@@ -227,9 +223,7 @@ def test_attention_without_a_fused_kernel_is_decomposed_and_said_so(bundle: Bund
     check_files(folder, manifest, hashes=True)
 
 
-def test_a_failed_compilation_leaves_the_bundle_as_it_was(
-    plain_engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_compilation_leaves_the_bundle_as_it_was(plain_engines, tmp_path, monkeypatch):
     folder = shutil.copytree(plain_engines, tmp_path / "bundle")
     before = read_manifest(folder)
 
@@ -266,7 +260,7 @@ def _feed(model: Model, manifest: Manifest, float16: bool) -> dict[str, np.ndarr
     "name", ["fp16-native-both", "int8-native-both", "int4-native-both", "int8-portable-draft", "fp8-native-medusa"]
 )
 @pytest.mark.parametrize("compiled", [True, False])
-def test_device_graphs_equal_the_bundles(name: str, compiled: bool, uncompiled: Bundles, tmp_path: Path) -> None:
+def test_device_graphs_equal_the_bundles(name, compiled, uncompiled, tmp_path):
     folder = shutil.copytree(uncompiled(name), tmp_path / "bundle")
     manifest = read_manifest(folder)
     master = folder / manifest.target.graph.master
@@ -305,7 +299,7 @@ def test_device_graphs_equal_the_bundles(name: str, compiled: bool, uncompiled: 
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_noise_keeps_its_precision(compiled: bool, uncompiled: Bundles, tmp_path: Path) -> None:
+def test_noise_keeps_its_precision(compiled, uncompiled, tmp_path):
     """Rounded to half precision, tokens would be drawn from another distribution than the q that is compared with p."""
     folder = shutil.copytree(uncompiled("fp16-native-both"), tmp_path / "bundle")
     draft = read_manifest(folder).models["draft"]
@@ -317,7 +311,7 @@ def test_noise_keeps_its_precision(compiled: bool, uncompiled: Bundles, tmp_path
     assert not [node.name for node in readers if node.op_type == "Cast"]
 
 
-def test_a_weight_beyond_half_precision_is_refused(tmp_path: Path) -> None:
+def test_a_weight_beyond_half_precision_is_refused(tmp_path):
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -333,7 +327,7 @@ def test_a_weight_beyond_half_precision_is_refused(tmp_path: Path) -> None:
     write_source(master, master.with_name("step.bf16.onnx"), "bf16", 0, {}, compiled=True)
 
 
-def test_one_token_has_a_profile_where_asked_for(uncompiled: Bundles) -> None:
+def test_one_token_has_a_profile_where_asked_for(uncompiled):
     manifest = read_manifest(uncompiled("int4-native-both"))
     for plain, expected in ((False, [3, 4, 5, 9, 64]), (True, [1, 3, 4, 5, 9, 64])):
         (job,) = model_jobs(manifest.target, manifest, (1,), plain=plain)
@@ -341,7 +335,7 @@ def test_one_token_has_a_profile_where_asked_for(uncompiled: Bundles) -> None:
         assert job.fixed == {"B": 1, "S": 256}
 
 
-def test_caches_are_of_one_size_natively_and_grow_fourfold_portably() -> None:
+def test_caches_are_of_one_size_natively_and_grow_fourfold_portably():
     sizes = [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 32832]
     assert engine_caches(sizes, "native") == [32832]
     assert engine_caches(sizes, "portable") == [2048, 8192, 32832]
@@ -352,13 +346,13 @@ def test_caches_are_of_one_size_natively_and_grow_fourfold_portably() -> None:
 
 
 @pytest.mark.parametrize("text", ["89", "8.9", "sm_89", "SM89"])
-def test_capabilities_are_read_as_people_write_them(text: str) -> None:
+def test_capabilities_are_read_as_people_write_them(text):
     assert capability(text) == (8, 9)
     assert capability("120") == (12, 0)
 
 
 @pytest.mark.parametrize("text", ["", "9", "ada", "8.9.1.0", "-89"])
-def test_invalid_capabilities_are_refused(text: str) -> None:
+def test_invalid_capabilities_are_refused(text):
     with pytest.raises(BuildError, match="expected something like 89"):
         capability(text)
 
@@ -371,22 +365,22 @@ def test_invalid_capabilities_are_refused(text: str) -> None:
         ({"compute": "fp8"}, "compute is 'fp8'; expected one of fp32, fp16, bf16"),
     ],
 )
-def test_options_that_say_nothing_are_refused(options: dict[str, Any], reason: str) -> None:
+def test_options_that_say_nothing_are_refused(options, reason):
     with pytest.raises(BuildError, match=reason):
         CompileOptions("tensorrt-rtx", **options)
 
 
-def test_a_device_the_library_does_not_know_is_refused(uncompiled: Bundles) -> None:
+def test_a_device_the_library_does_not_know_is_refused(uncompiled):
     with pytest.raises(BuildError, match=r"is 9.0, which TensorRT-RTX .* does not know; it knows 7.5, 8.0, 8.6"):
         compile_bundle(uncompiled("fp16-portable-plain"), CompileOptions("tensorrt-rtx", compute_capability=((9, 0),)))
 
 
-def test_a_library_that_is_not_installed_is_named(uncompiled: Bundles) -> None:
+def test_a_library_that_is_not_installed_is_named(uncompiled):
     with pytest.raises(BuildError, match=r"needs the \[tensorrt\] and \[compile\] extras"):
         compile_bundle(uncompiled("fp16-portable-plain"), CompileOptions("tensorrt"))
 
 
-def test_flags_without_a_backend_for_them_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_flags_without_a_backend_for_them_are_refused(capsys, tmp_path):
     build_line = ["build", "--target", "x", "-o", str(tmp_path / "b")]
     assert main([*build_line, "--compute", "fp16"]) == 2
     assert "--compute was given without --backend onnxruntime-cuda or tensorrt" in capsys.readouterr().err
@@ -394,9 +388,7 @@ def test_flags_without_a_backend_for_them_are_refused(capsys: pytest.CaptureFixt
     assert "--compute was given with --no-compile" in capsys.readouterr().err
 
 
-def test_the_command_reports_its_result(
-    uncompiled: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reports_its_result(uncompiled, tmp_path, capsys):
     folder = shutil.copytree(uncompiled("fp16-portable-plain"), tmp_path / "bundle")
     assert main(["compile", str(folder), "--backend", "tensorrt-rtx", "--compute-capability", "8.9", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -406,7 +398,7 @@ def test_the_command_reports_its_result(
     ]
 
 
-def test_engines_compute_without_tf32_on_one_stream() -> None:
+def test_engines_compute_without_tf32_on_one_stream():
     """By default the library's engines round fp32 products to TF32, and may run parts on streams of their own."""
     library = compiler_module.load_library("tensorrt-rtx")
     with compiler_module.messages():

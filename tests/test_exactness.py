@@ -22,7 +22,6 @@ from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.backends.onnxruntime.session import open_session
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN, Speculative
-from tests.fixtures import Bundles
 from tests.streams import started
 from tests.ways import ways
 
@@ -96,18 +95,18 @@ def _differing(folder: Path) -> list[str]:
 
 @needs_kernels
 @pytest.mark.parametrize("name", SHIPPED)
-def test_texts_are_plain_decodings_bit_for_bit(bundle: Bundles, name: str) -> None:
+def test_texts_are_plain_decodings_bit_for_bit(bundle, name):
     assert _differing(bundle(name)) == []
 
 
 @needs_kernels
 @pytest.mark.exporter
-def test_texts_of_every_precision_are_plain_decodings_bit_for_bit(built: Path) -> None:
+def test_texts_of_every_precision_are_plain_decodings_bit_for_bit(built):
     assert _differing(built) == []
 
 
 @needs_kernels
-def test_paths_off_the_first_branch_are_committed_as_they_are(bundle: Bundles) -> None:
+def test_paths_off_the_first_branch_are_committed_as_they_are(bundle):
     with Engine.load(bundle("qwen3-medusa"), threads=1) as engine:
         prompts = _prompts(engine.manifest.target.vocab_size)
         streams = [engine.stream(prompt, GREEDY.replace(max_tokens=4 * TOKENS)) for prompt in prompts]
@@ -115,7 +114,7 @@ def test_paths_off_the_first_branch_are_committed_as_they_are(bundle: Bundles) -
         assert any(list(path) != list(range(1, len(path) + 1)) for path in paths)
 
 
-def test_possible_differences_are_reported(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_possible_differences_are_reported(bundle, monkeypatch):
     with Engine.load(bundle("gpt2-tree-portable"), threads=1) as engine:
         assert engine.inexact
     monkeypatch.setenv(kernels.SWITCH, "0")
@@ -128,7 +127,7 @@ def test_possible_differences_are_reported(bundle: Bundles, monkeypatch: pytest.
 
 @needs_kernels
 @pytest.mark.exporter  # onnx comes with it
-def test_operators_that_round_and_are_not_claimed_are_counted(tmp_path: Path) -> None:
+def test_operators_that_round_and_are_not_claimed_are_counted(tmp_path):
     import onnx
 
     text = """<ir_version: 10, opset_import: ["" : 23]> agraph (float[N] x) => (float[N] y)
@@ -138,7 +137,7 @@ def test_operators_that_round_and_are_not_claimed_are_counted(tmp_path: Path) ->
     assert kernels.not_claimed(session) == {"Acosh": 2}
 
 
-def test_prompt_remainders_use_narrow_chunks(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_remainders_use_narrow_chunks(bundle, monkeypatch):
     ran = list[tuple[int, int]]()
     run = OnnxRuntimeGraph.run
 
@@ -154,7 +153,7 @@ def test_prompt_remainders_use_narrow_chunks(bundle: Bundles, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["llama-near-batch", "qwen3-lookahead"])
-def test_a_text_may_end_where_the_largest_cache_does(name: str, bundle: Bundles) -> None:
+def test_a_text_may_end_where_the_largest_cache_does(name, bundle):
     """A text that repeats, so that methods that look text up draft to its end."""
     with Engine.load(bundle(name), threads=1) as engine:
         prompt = [20 + at % 5 for at in range(engine.manifest.max_seq_len - 22)]
@@ -164,7 +163,7 @@ def test_a_text_may_end_where_the_largest_cache_does(name: str, bundle: Bundles)
             assert (done.finish_reason, done.token_ids, len(plain)) == ("length", plain, 22)
 
 
-def test_logits_that_are_not_finite_end_only_their_request(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_not_finite_end_only_their_request(bundle, monkeypatch):
     with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
         real = OnnxRuntimeGraph.run
 
@@ -186,7 +185,7 @@ def test_logits_that_are_not_finite_end_only_their_request(bundle: Bundles, monk
 
 @pytest.mark.exporter
 @needs_kernels
-def test_builds_report_rounding_errors(built: Path) -> None:
+def test_builds_report_rounding_errors(built):
     precision = Bundle.open(built).manifest.target.precision
     # Logits of random weights: their spread makes small errors large divergences.
     limits = {"int8": (0.005, 0.15, 0.2), "int4": (0.05, 0.9, 1.5)}.get(precision.weights)

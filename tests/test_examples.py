@@ -25,7 +25,7 @@ def relaxed(likelihood: float, entropy: float | None = None) -> SamplingParams:
     return GREEDY.replace(acceptance="relaxed", likelihood_threshold=likelihood, entropy_threshold=entropy)
 
 
-def test_stages_of_speech_recognition_and_their_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_of_speech_recognition_and_their_counters(tmp_path, capsys):
     speech.main(["prepare", str(tmp_path)])
     sound, encoder = speech.chirp(1.7), speech.Encoder(tmp_path)
     heard = encoder.hear(sound)
@@ -108,7 +108,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.mark.slow
-def test_the_notebook_draws_its_measurements() -> None:
+def test_the_notebook_draws_its_measurements():
     """It runs from its first cell to its last, and its charts show what it measured."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")

@@ -228,16 +228,12 @@ def differences(
     ],
     ids=["two slots", "two slots on onnxruntime's kernels", "one slot"],
 )
-def test_step_graph_equals_transformers(
-    family: Family, step_graph: Path, prompts: tuple[int, ...], chunk: int, rows: int, ours: bool
-) -> None:
+def test_step_graph_equals_transformers(family, step_graph, prompts, chunk, rows, ours):
     worst = differences(family, step_graph, prompts, chunk, rows, ours)
     assert max(worst.values()) < TOLERANCE, worst
 
 
-def test_the_fused_operators_of_gpus_equal_transformers(
-    family: Family, step_graph: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fused_operators_of_gpus_equal_transformers(family, step_graph, monkeypatch):
     """They run on the CPU too, but in fp32."""
     monkeypatch.setattr(onnxruntime_cuda, "_HALF", (ir.DataType.FLOAT,))
     fused = step_graph.with_name("step.fused.onnx")
@@ -251,7 +247,7 @@ def test_the_fused_operators_of_gpus_equal_transformers(
 
 
 @pytest.mark.skipif(not kernels().devices, reason="the kernels are not compiled: onnxruntime's rows are not exact")
-def test_a_row_is_the_same_whatever_runs_beside_it(family: Family, step_graph: Path) -> None:
+def test_a_row_is_the_same_whatever_runs_beside_it(family, step_graph):
     """In chunks and one by one, alone and beside another slot, as a branch of a tree and as a chain."""
     text, branches = random_text(2 * WINDOW + 5, 1), random_text(len(TREE), 2)
     wide = Graph(step_graph, family.checkpoint, 1, 56, ours=True)
@@ -276,15 +272,15 @@ def test_a_row_is_the_same_whatever_runs_beside_it(family: Family, step_graph: P
             assert np.array_equal(alone(branches[node], len(text) + depth), nodes[node]), (leaf, node)
 
 
-def test_the_portable_lowering_equals_transformers(family: Family) -> None:
+def test_the_portable_lowering_equals_transformers(family):
     check.require_parity(family.checkpoint, "portable")
 
 
-def test_the_models_embeddings_equal_tokens(family: Family) -> None:
+def test_the_models_embeddings_equal_tokens(family):
     check.require_parity(family.checkpoint, embeds=True)
 
 
-def test_step_graph_is_plain_onnx_with_fused_norms(family: Family, step_graph: Path) -> None:
+def test_step_graph_is_plain_onnx_with_fused_norms(family, step_graph):
     model = ir.load(step_graph)
     assert model.opset_imports == {"": 24}
     nodes = Counter(node.op_type for node in model.graph.all_nodes())
@@ -305,7 +301,7 @@ def test_step_graph_is_plain_onnx_with_fused_norms(family: Family, step_graph: P
     assert nodes["Attention"] == (0 if capped else len(family.checkpoint.cache))
 
 
-def test_weights_have_the_names_of_the_model(family: Family, step_graph: Path, propose_graph: Path) -> None:
+def test_weights_have_the_names_of_the_model(family, step_graph, propose_graph):
     """And are what it holds under them, transposed where they are multiplied."""
     stored = {name: parameter.detach().numpy() for name, parameter in family.eager.named_parameters()}
     for path in (step_graph, propose_graph):
@@ -368,7 +364,7 @@ def _weight_shape(node: ir.Node) -> tuple[int, ...] | None:
     return shape[::-1] if tied else shape
 
 
-def test_every_linear_layer_is_quantized(family: Family, step_graph: Path, tmp_path: Path) -> None:
+def test_every_linear_layer_is_quantized(family, step_graph, tmp_path):
     model = ir.load(step_graph)
     matrices = sum(_weight_shape(node) is not None for node in model.graph)
     weights = stored_graph(model, tmp_path / "step.onnx", Storage("int8", 32))
@@ -383,7 +379,7 @@ def test_every_linear_layer_is_quantized(family: Family, step_graph: Path, tmp_p
     assert 1e-5 < np.abs(ours - theirs).mean() / np.abs(theirs).mean() < 0.1
 
 
-def test_propose_graph_equals_transformers(family: Family, propose_graph: Path) -> None:
+def test_propose_graph_equals_transformers(family, propose_graph):
     K, chunk, rows = 4, 24, 64
     prompts = [random_text(2 * WINDOW + 5, 10), random_text(WINDOW + 3, 11)]
     graph = Graph(propose_graph, family.checkpoint, 2, rows)
@@ -425,7 +421,7 @@ def test_propose_graph_equals_transformers(family: Family, propose_graph: Path) 
             text.append(token)
 
 
-def test_single_pass_graph_equals_the_loops_first_pass(family: Family, propose_graph: Path) -> None:
+def test_single_pass_graph_equals_the_loops_first_pass(family, propose_graph):
     model = ir.load(propose_graph)
     fix_drafts(model, 1)
     assert not {node.op_type for node in model.graph} & {"Loop", "ConstantOfShape"}  # no rows of passes before
@@ -453,9 +449,7 @@ def test_single_pass_graph_equals_the_loops_first_pass(family: Family, propose_g
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_a_gpus_pass_of_the_draft_equals_the_loops(
-    family: Family, propose_graph: Path, slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpus_pass_of_the_draft_equals_the_loops(family, propose_graph, slots, monkeypatch):
     """Its attention is over the cache alone; with one slot it is fused, which for a CPU is here done in fp32."""
     monkeypatch.setattr(onnxruntime_cuda, "_HALF", (ir.DataType.FLOAT,))
     fused, rows = propose_graph.with_name(f"propose.fused.{slots}.onnx"), 64
@@ -485,7 +479,7 @@ def test_a_gpus_pass_of_the_draft_equals_the_loops(
         assert [node for node in nodes if node.inputs[10:] and node.inputs[10]] == [n for n in nodes if n not in full]
 
 
-def test_propose_graph_is_plain_onnx(family: Family, propose_graph: Path) -> None:
+def test_propose_graph_is_plain_onnx(family, propose_graph):
     model = ir.load(propose_graph)
     assert model.opset_imports == {"": 24}
     nodes = Counter(node.op_type for node in model.graph.all_nodes())
@@ -505,7 +499,7 @@ def expected_draft(logits: Array, noise: float, **settings: Any) -> tuple[int, A
 
 
 @pytest.mark.parametrize("vocab", [3, MAX_CANDIDATES - 1, MAX_CANDIDATES, 500])
-def test_candidates_are_drawn_from_the_declared_distribution(vocab: int) -> None:
+def test_candidates_are_drawn_from_the_declared_distribution(vocab):
     draw = np.random.default_rng(vocab)
     n = 400
     logits = (draw.standard_normal((n, vocab)) * draw.choice([0.1, 1, 5, 30], (n, 1))).astype(np.float32)
@@ -533,7 +527,7 @@ def test_candidates_are_drawn_from_the_declared_distribution(vocab: int) -> None
         assert probs[row, index] > 0
 
 
-def test_rounding_of_noise_keeps_tokens_in_range() -> None:
+def test_rounding_of_noise_keeps_tokens_in_range():
     first = torch.ones(1)
     token, ids, probs = draw_candidate(
         torch.zeros(1, 40), first * (1 - 2**-24), first, torch.tensor([3]), first, torch.zeros(1)
@@ -568,14 +562,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_other_families_are_refused_by_name(why: str, tmp_path: Path) -> None:
+def test_other_families_are_refused_by_name(why, tmp_path):
     name, config = REFUSED[why]
     make_checkpoint(tmp_path, name, **config)
     with pytest.raises(BuildError, match=rf"model family '{name}'"):
         check.require_parity(load_checkpoint(str(tmp_path)))
 
 
-def test_an_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_encoder_decoder_is_refused_by_name(tmp_path):
     T5ForConditionalGeneration(
         T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=VOCAB)
     ).save_pretrained(tmp_path)
@@ -583,7 +577,7 @@ def test_an_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path))
 
 
-def test_keys_shared_between_layers_are_cached_by_each(tmp_path: Path) -> None:
+def test_keys_shared_between_layers_are_cached_by_each(tmp_path):
     """Gemma 3n's last layers attend to the keys of earlier ones; a cache of its own for each is the same."""
     make_checkpoint(
         tmp_path,
@@ -606,7 +600,7 @@ def test_keys_shared_between_layers_are_cached_by_each(tmp_path: Path) -> None:
         check.require_parity(loaded, embeds=True)
 
 
-def test_values_may_be_narrower_than_keys(tmp_path: Path) -> None:
+def test_values_may_be_narrower_than_keys(tmp_path):
     """Latent attention as MiniCPM 3 and the DeepSeek models have it."""
     latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
     sizes = {**GROUPED, "num_hidden_layers": 1, "num_key_value_heads": 4}
@@ -639,7 +633,7 @@ LENGTH_DEPENDENT: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
-def test_rotary_frequencies_that_change_with_length_hold_up_to_the_declared_one(kind: str, tmp_path: Path) -> None:
+def test_rotary_frequencies_that_change_with_length_hold_up_to_the_declared_one(kind, tmp_path):
     name, config, positions = LENGTH_DEPENDENT[kind]
     make_checkpoint(tmp_path, name, num_hidden_layers=1, **config)
     loaded = load_checkpoint(str(tmp_path))

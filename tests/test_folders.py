@@ -26,7 +26,6 @@ from specexport.contract.reading import changing, exchange_manifest, read_manife
 from specexport.runtime.bundle import Bundle
 from specexport.training.loop import save_tensors
 from tests.checkpoints import VOCAB, make_checkpoint
-from tests.fixtures import Bundles
 from tests.make_bundles import DICE
 
 pytestmark = pytest.mark.exporter
@@ -90,14 +89,12 @@ def built(checkpoint: Path, output: Path, *more: str) -> list[str]:
     return [*words, *more]
 
 
-def test_the_home_folder_of_an_unknown_user_is_named() -> None:
+def test_the_home_folder_of_an_unknown_user_is_named():
     with pytest.raises(BuildError, match=r"^~nobody-here/x: no home folder is known, as there is no such user; give"):
         expanded("~nobody-here/x")
 
 
-def test_a_build_that_the_disk_has_no_room_for_leaves_nothing(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_build_that_the_disk_has_no_room_for_leaves_nothing(checkpoint, tmp_path, capsys):
     assert main(built(checkpoint, tmp_path / "whole")) == 0
     sizes = {file.stat().st_size: file.name for file in (tmp_path / "whole").rglob("*") if file.is_file()}
     shutil.rmtree(tmp_path / "whole")
@@ -109,9 +106,7 @@ def test_a_build_that_the_disk_has_no_room_for_leaves_nothing(
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_and_a_read_only_file_system_are_named(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_and_a_read_only_file_system_are_named(checkpoint, tmp_path, capsys):
     disk = tmp_path / "disk"
     with mounted(disk, "size=64k"):
         line = output_of(capsys, built(checkpoint, disk / "bundle"))
@@ -123,16 +118,14 @@ def test_a_full_and_a_read_only_file_system_are_named(
 
 
 @pytest.mark.parametrize("place", ["file/bundle", "file/new/bundle"])
-def test_a_place_below_a_file_is_named(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
-) -> None:
+def test_a_place_below_a_file_is_named(checkpoint, tmp_path, capsys, place):
     (tmp_path / "file").touch()
     line = output_of(capsys, built(checkpoint, tmp_path / place))
     assert str(tmp_path / "file") in line and line.endswith("choose a place whose parents are folders")
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
-def test_in_place_changes_do_not_leak(bundle: Bundles, tmp_path: Path) -> None:
+def test_in_place_changes_do_not_leak(bundle, tmp_path):
     copy = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     refused = pytest.raises(BuildError, match="too large; raise the limit")
@@ -143,7 +136,7 @@ def test_in_place_changes_do_not_leak(bundle: Bundles, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["inspect"], ["--help"], ["run", "--help"], ["--version"]], ids=" ".join)
-def test_a_full_standard_output_is_reported(bundle: Bundles, words: list[str]) -> None:
+def test_a_full_standard_output_is_reported(bundle, words):
     with Path("/dev/full").open("w") as full:
         words = [sys.executable, "-m", "specexport", *words, *[str(bundle("dice-near"))][: words == ["inspect"]]]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, check=False, text=True, cwd="/")
@@ -151,7 +144,7 @@ def test_a_full_standard_output_is_reported(bundle: Bundles, words: list[str]) -
     assert done.stderr.splitlines()[-1].startswith("specexport: error: standard output: No space left on device")
 
 
-def test_a_system_without_a_temporary_folder_is_told_how_to_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_a_temporary_folder_is_told_how_to_name_one(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
     with pytest.raises(OSError) as caught:
@@ -161,7 +154,7 @@ def test_a_system_without_a_temporary_folder_is_told_how_to_name_one(monkeypatch
     assert line == "No usable temporary directory found in ['/proc/none']; set TMPDIR to a folder that can be written"
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_whole_or_as_it_was(tmp_path, capsys):
     picture, link = tmp_path / "tree.svg", tmp_path / "link.svg"
     words = ["draw", "mc_sim_7b_63", "-o", str(picture)]
     with file_sizes_at_most(1000):
@@ -177,7 +170,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixt
     assert sorted(tmp_path.iterdir()) == [link, picture] and link.is_symlink()
 
 
-def test_a_link_keeps_pointing_to_the_bundle_that_is_replaced(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_link_keeps_pointing_to_the_bundle_that_is_replaced(checkpoint, tmp_path):
     folder, link = tmp_path / "versions" / "bundle", tmp_path / "current"
     assert main(built(checkpoint, folder)) == 0
     link.symlink_to(folder)
@@ -187,16 +180,14 @@ def test_a_link_keeps_pointing_to_the_bundle_that_is_replaced(checkpoint: Path, 
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_a_copy_that_the_disk_has_no_room_for_is_named_by_its_first_file(
-    bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_that_the_disk_has_no_room_for_is_named_by_its_first_file(bundle, tmp_path, capsys):
     with file_sizes_at_most(1000):
         line = output_of(capsys, ["export", "triton", str(bundle("dice-near")), "-o", str(tmp_path / "triton")])
     assert line.count("File too large") == 1 and line.endswith("(ulimit -f), or write elsewhere")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_library_errors_are_translated(tmp_path: Path) -> None:
+def test_library_errors_are_translated(tmp_path):
     import torch
     from safetensors.torch import save_file
 
@@ -212,7 +203,7 @@ def test_library_errors_are_translated(tmp_path: Path) -> None:
 # --- two writers ------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_writer_is_refused_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_and_a_dead_one_holds_nothing(tmp_path):
     output = tmp_path / "out"
     program = f"""
 import time
@@ -234,7 +225,7 @@ with written_beside(Path({str(output)!r})) as folder:
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_an_output_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_an_output_that_came_meanwhile_is_not_replaced(tmp_path):
     output = tmp_path / "out"
     with pytest.raises(BuildError, match="somebody else wrote it meanwhile"), written_beside(output) as folder:
         (folder / "a").write_text("mine")
@@ -244,7 +235,7 @@ def test_an_output_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_two_commands_that_build_to_one_place_make_one_bundle(checkpoint: Path, tmp_path: Path) -> None:
+def test_two_commands_that_build_to_one_place_make_one_bundle(checkpoint, tmp_path):
     command = [str(Path(sys.executable).parent / "specexport"), *built(checkpoint, tmp_path / "bundle")]
     both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     errors = [process.communicate(timeout=300)[1] for process in both]
@@ -259,9 +250,7 @@ def test_two_commands_that_build_to_one_place_make_one_bundle(checkpoint: Path, 
 
 
 @pytest.mark.parametrize("exchanges", [True, False], ids=["one act", "two renames"])
-def test_killed_writers_leave_whole_outputs_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
-) -> None:
+def test_killed_writers_leave_whole_outputs_only(tmp_path, monkeypatch, exchanges):
     """Where the system cannot exchange folders, the next writer puts back what was there."""
     if not exchanges:
         monkeypatch.setattr(folders, "_exchange", lambda *_: False)
@@ -283,7 +272,7 @@ def test_killed_writers_leave_whole_outputs_only(
         assert list(tmp_path.iterdir()) == [output]
 
 
-def test_leftovers_of_killed_writes_are_removed(bundle: Bundles, tmp_path: Path) -> None:
+def test_leftovers_of_killed_writes_are_removed(bundle, tmp_path):
     copy = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")
     before = {path for path in tmp_path.rglob("*") if path.is_file()}
     process = os.fork()

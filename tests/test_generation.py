@@ -108,7 +108,7 @@ def expected(model: Any, with_settings: Callable[[Said], Path]) -> Check:
 
 
 @pytest.mark.parametrize("document", RULES, ids=str)
-def test_texts_are_transformers(document: Said, with_defaults: Callable[[Said], Engine], expected: Check) -> None:
+def test_texts_are_transformers(document, with_defaults, expected):
     for prompt in (PROMPT, PROMPT[:1]):
         near = with_defaults(document)
         params = near.params(max_tokens=LENGTH)
@@ -118,9 +118,7 @@ def test_texts_are_transformers(document: Said, with_defaults: Callable[[Said], 
         assert fast.token_ids == plain.token_ids
 
 
-def test_lists_of_tokens_are_transformers(
-    engine: Engines, with_defaults: Callable[[Said], Engine], expected: Check
-) -> None:
+def test_lists_of_tokens_are_transformers(engine, with_defaults, expected):
     """Rules about the very tokens that the model would say."""
     greedy = SamplingParams(temperature=0.0, max_tokens=LENGTH)
     words = list(engine("llama-near").generate(PROMPT, greedy, PLAIN).token_ids)
@@ -144,12 +142,12 @@ def test_lists_of_tokens_are_transformers(
         assert list(plain.token_ids) != words
 
 
-def test_speculation_is_used_under_rules(with_defaults: Callable[[Said], Engine]) -> None:
+def test_speculation_is_used_under_rules(with_defaults):
     near = with_defaults({"repetition_penalty": 1.2, "no_repeat_ngram_size": 4})
     assert near.generate(PROMPT, near.params(max_tokens=60, ignore_eos=True)).stats.accepted > 0
 
 
-def test_rules_that_leave_no_token_yield() -> None:
+def test_rules_that_leave_no_token_yield():
     """Each alone: others hold there."""
     inf = np.inf
 
@@ -188,7 +186,7 @@ GRAMMARS = st.one_of(
 )
 
 
-def test_rules_behind_a_grammar_change_no_text_by_speculation(engine: Engines) -> None:
+def test_rules_behind_a_grammar_change_no_text_by_speculation(engine):
     """And the text is the grammar's, whatever they forbid."""
     loaded = engine("llama-near")
 
@@ -213,7 +211,7 @@ def test_rules_behind_a_grammar_change_no_text_by_speculation(engine: Engines) -
     check()
 
 
-def test_a_grammar_comes_before_the_models_rules(with_defaults: Callable[[Said], Engine]) -> None:
+def test_a_grammar_comes_before_the_models_rules(with_defaults):
     near = with_defaults({"no_repeat_ngram_size": 1, "forced_eos_token_id": EOS, "min_new_tokens": 9, "min_length": 99})
     completion = near.generate(PROMPT, near.params(max_tokens=30, grammar='start: "aaaa"'))
     assert completion.text == "aaaa"
@@ -231,9 +229,7 @@ def test_a_grammar_comes_before_the_models_rules(with_defaults: Callable[[Said],
         ({"max_length": 300, "suppress_tokens": [EOS]}, 293),
     ],
 )
-def test_lengths_are_transformers(
-    document: Said, length: int, with_defaults: Callable[[Said], Engine], expected: Check
-) -> None:
+def test_lengths_are_transformers(document, length, with_defaults, expected):
     near = with_defaults(document)
     completion = near.generate(PROMPT)
     assert len(completion.token_ids) == length
@@ -241,14 +237,14 @@ def test_lengths_are_transformers(
     assert len(near.generate(PROMPT, near.params(max_tokens=7, ignore_eos=True)).token_ids) == 7
 
 
-def test_a_prompt_longer_than_max_length_is_refused_by_name(with_defaults: Callable[[Said], Engine]) -> None:
+def test_a_prompt_longer_than_max_length_is_refused_by_name(with_defaults):
     near = with_defaults({"max_length": 5})
     with pytest.raises(RequestError, match="7 tokens, but the model's own max_length is 5"):
         near.generate(PROMPT)
     assert near.generate(PROMPT, near.params(max_tokens=3, ignore_eos=True)).token_ids
 
 
-def test_the_models_least_length_yields_to_a_request(with_defaults: Callable[[Said], Engine]) -> None:
+def test_the_models_least_length_yields_to_a_request(with_defaults):
     near = with_defaults({"min_new_tokens": 20})
     assert near.params().min_tokens == 20
     assert near.params(max_tokens=4).min_tokens == 4
@@ -257,7 +253,7 @@ def test_the_models_least_length_yields_to_a_request(with_defaults: Callable[[Sa
         near.params(max_tokens=4, min_tokens=9)
 
 
-def test_stop_strings_end_the_text(with_defaults: Callable[[Said], Engine]) -> None:
+def test_stop_strings_end_the_text(with_defaults):
     whole = with_defaults({}).generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=LENGTH)).text
     stop = whole[5:8]
     near = with_defaults({"stop_strings": [stop, "nowhere"]})
@@ -266,7 +262,7 @@ def test_stop_strings_end_the_text(with_defaults: Callable[[Said], Engine]) -> N
     assert near.generate(PROMPT, near.params(stop=())).text.startswith(whole)
 
 
-def test_without_the_file_older_configurations_say_it(target: Path, tmp_path: Path) -> None:
+def test_without_the_file_older_configurations_say_it(target, tmp_path):
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     config |= {"repetition_penalty": 1.2, "max_length": 60}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -295,9 +291,7 @@ def test_without_the_file_older_configurations_say_it(target: Path, tmp_path: Pa
         ("no_repeat_ngram_size", 10**30, "no_repeat_ngram_size"),
     ],
 )
-def test_faults_are_named_with_their_file(
-    key: str, value: Any, place: str, with_settings: Callable[[Said], Path]
-) -> None:
+def test_faults_are_named_with_their_file(key, value, place, with_settings):
     folder = with_settings({"do_sample": True, key: value})
     with pytest.raises(BuildError) as caught:
         read_generation(folder, read_model_config(folder))
@@ -320,7 +314,7 @@ def test_faults_are_named_with_their_file(
     ],
     ids=str,
 )
-def test_filters_are_transformers(document: Said, model: Any, with_defaults: Callable[[Said], Engine]) -> None:
+def test_filters_are_transformers(document, model, with_defaults):
     params = with_defaults({"do_sample": True, **document}).params()
     config = GenerationConfig(do_sample=True, **document)
     model._prepare_special_tokens(config)
@@ -335,5 +329,5 @@ def test_filters_are_transformers(document: Said, model: Any, with_defaults: Cal
         assert whole == pytest.approx(probs, abs=1e-6)
 
 
-def test_filters_do_not_matter_where_nothing_is_drawn(with_defaults: Callable[[Said], Engine]) -> None:
+def test_filters_do_not_matter_where_nothing_is_drawn(with_defaults):
     assert with_defaults({"typical_p": 0.2, "top_h": 0.3}).params() == with_defaults({}).params()

@@ -70,7 +70,7 @@ def _require_same_text(file: Path, bundle: Path, tokens: int = 24) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_gguf_families_equal_transformers(tmp_path: Path, family: str) -> None:
+def test_gguf_families_equal_transformers(tmp_path, family):
     sizes: dict[str, Any] = {"head_dim": 128} if family == "qwen3" else {}  # transformers' mapping knows no other
     checkpoint = make_checkpoint(tmp_path / "model", family, tie_word_embeddings=family != "llama", **sizes)
     file = make_gguf(tmp_path / "tiny.gguf", checkpoint, Type.F16)
@@ -80,7 +80,7 @@ def test_gguf_families_equal_transformers(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
-def test_integers_scales_and_offsets_are_those_of_the_file(llama: Path, tmp_path: Path, kind: Type) -> None:
+def test_integers_scales_and_offsets_are_those_of_the_file(llama, tmp_path, kind):
     file = make_gguf(tmp_path / "tiny.gguf", llama, kind)
     tensor = read_header([file]).tensors["blk.0.ffn_up.weight"]
     restored = gguf.dequantize(tensor.data, kind).T
@@ -94,7 +94,7 @@ def test_integers_scales_and_offsets_are_those_of_the_file(llama: Path, tmp_path
     np.testing.assert_array_equal(scale * integers.astype(np.float32) + offset, restored)
 
 
-def test_blocks_are_kept_at_the_bits_of_the_file(llama: Path, tmp_path: Path) -> None:
+def test_blocks_are_kept_at_the_bits_of_the_file(llama, tmp_path):
     """Several types in a file, of which most are kept in the bits that they have; what is converted is said."""
     others = {
         "attn_v.weight": Type.Q6_K, "ffn_down.weight": Type.Q4_1, "attn_output.weight": Type.Q8_0,
@@ -116,7 +116,7 @@ def test_blocks_are_kept_at_the_bits_of_the_file(llama: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_K, Type.BF16], ids=lambda kind: kind.name)
-def test_a_file_of_one_type_says_the_same(llama: Path, tmp_path: Path, kind: Type) -> None:
+def test_a_file_of_one_type_says_the_same(llama, tmp_path, kind):
     file = make_gguf(tmp_path / "tiny.gguf", llama, kind)
     bundle = _built(file, tmp_path / "bundle")
     _require_same_text(file, bundle)
@@ -131,7 +131,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("small") / "model", "llama")
 
 
-def test_files_folders_and_splits_are_found(small: Path, tmp_path: Path) -> None:
+def test_files_folders_and_splits_are_found(small, tmp_path):
     first = make_gguf(tmp_path / "split" / "tiny.gguf", small, Type.F16, parts=3)
     (tmp_path / "split" / "mmproj-tiny.gguf").write_bytes(b"of pictures")
     whole = load_checkpoint(str(tmp_path / "split"))
@@ -146,7 +146,7 @@ def test_files_folders_and_splits_are_found(small: Path, tmp_path: Path) -> None
         locate(str(first))
 
 
-def test_of_several_models_one_is_to_be_named(small: Path, tmp_path: Path) -> None:
+def test_of_several_models_one_is_to_be_named(small, tmp_path):
     for name in ("tiny-Q4_0.gguf", "tiny-Q8_0.gguf"):
         make_gguf(tmp_path / name, small, Type.F16)
     with pytest.raises(BuildError) as raised:
@@ -159,7 +159,7 @@ def test_of_several_models_one_is_to_be_named(small: Path, tmp_path: Path) -> No
         locate(str(tmp_path / "other.gguf"))
 
 
-def test_too_little_memory_for_a_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_for_a_file_is_said(tmp_path, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -170,7 +170,7 @@ def test_too_little_memory_for_a_file_is_said(tmp_path: Path, monkeypatch: pytes
         read_header([file])
 
 
-def test_repositories_of_the_hub(small: Path, tmp_path: Path) -> None:
+def test_repositories_of_the_hub(small, tmp_path):
     make_gguf(tmp_path / "hub" / "owner" / "one" / "tiny-Q8_0.gguf", small, Type.F16)
     for name in ("a/tiny-Q4_0.gguf", "b/tiny-Q8_0.gguf"):
         make_gguf(tmp_path / "hub" / "owner" / "two" / name, small, Type.F16)
@@ -184,9 +184,7 @@ def test_repositories_of_the_hub(small: Path, tmp_path: Path) -> None:
     assert fetched == {"owner/one/tiny-Q8_0.gguf", "owner/two/b/tiny-Q8_0.gguf"}
 
 
-def test_a_target_and_a_draft_are_built_on_first_use(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_and_a_draft_are_built_on_first_use(small, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.Q8_0)
     draft = {"model": str(file), "num_speculative_tokens": 3}
@@ -208,7 +206,7 @@ def test_a_target_and_a_draft_are_built_on_first_use(
 # --- what a file says -------------------------------------------------------------------------------------------------
 
 
-def test_template_ends_and_sampling_are_those_of_the_file(small: Path, tmp_path: Path) -> None:
+def test_template_ends_and_sampling_are_those_of_the_file(small, tmp_path):
     model = json.loads((small / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     tokens = [*sorted(model["vocab"], key=model["vocab"].get)[:-2], "<end_of_turn>", "<|im_end|>"]
     last = len(tokens) - 1
@@ -232,7 +230,7 @@ def test_template_ends_and_sampling_are_those_of_the_file(small: Path, tmp_path:
     assert tokenizer.tokenizer.get_vocab_size() == len(tokens)  # without transformers' own <|endoftext|>
 
 
-def test_scaled_rotary_frequencies_of_llama_3(small: Path, tmp_path: Path) -> None:
+def test_scaled_rotary_frequencies_of_llama_3(small, tmp_path):
     """A file has the factors alone; transformers reads none of them."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
@@ -252,14 +250,14 @@ def test_scaled_rotary_frequencies_of_llama_3(small: Path, tmp_path: Path) -> No
         load_checkpoint(str(odd))
 
 
-def test_digits_are_split_as_the_file_states(small: Path, tmp_path: Path) -> None:
+def test_digits_are_split_as_the_file_states(small, tmp_path):
     """Transformers does not know SmolLM's way, and would take GPT-2's."""
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata={"tokenizer.ggml.pre": "smollm"})
     split = load_tokenizer(locate(str(file))).tokenizer.pre_tokenizer.pre_tokenize_str("x  12 y")
     assert [part for part, _ in split] == ["x", "ĠĠ", "1", "2", "Ġy"]
 
 
-def test_qwens_files_that_split_texts_otherwise_are_refused(tmp_path: Path) -> None:
+def test_qwens_files_that_split_texts_otherwise_are_refused(tmp_path):
     """Transformers splits all of them like Qwen 2."""
     checkpoint = make_checkpoint(tmp_path / "model", "qwen2")
     for kind, known in (("qwen2", True), ("deepseek-r1-qwen", True), ("smollm", False), ("llama-bpe", False)):
@@ -269,23 +267,21 @@ def test_qwens_files_that_split_texts_otherwise_are_refused(tmp_path: Path) -> N
             load_tokenizer(locate(str(file)))
 
 
-def test_words_that_are_tokens_are_taken_whole_as_in_llama_3(small: Path, tmp_path: Path) -> None:
+def test_words_that_are_tokens_are_taken_whole_as_in_llama_3(small, tmp_path):
     for kind, tokens in (("llama-bpe", ["Ġthe"]), ("default", ["Ġ", "t", "he"])):
         metadata = {"tokenizer.ggml.pre": kind, "tokenizer.ggml.merges": ["h e"]}
         file = make_gguf(tmp_path / f"{kind}.gguf", small, Type.F32, metadata=metadata)
         assert load_tokenizer(locate(str(file))).tokenizer.encode(" the").tokens == tokens
 
 
-def test_templates_with_names_are_read(small: Path, tmp_path: Path) -> None:
+def test_templates_with_names_are_read(small, tmp_path):
     metadata = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools }}"}
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata=metadata)
     assert load_tokenizer(locate(str(file))).chat_templates["tool_use"] == "{{ tools }}"
 
 
 @pytest.mark.parametrize(("prefix", "tokens"), [(None, [4, 261]), (True, [4, 261]), (False, [260, 261])])
-def test_a_space_is_put_before_texts_as_the_file_states(
-    small: Path, tmp_path: Path, prefix: bool | None, tokens: list[int]
-) -> None:
+def test_a_space_is_put_before_texts_as_the_file_states(small, tmp_path, prefix, tokens):
     """Sentencepiece's tokenizers, as llama.cpp reads them."""
     pieces = ["<unk>", "<s>", "</s>", "▁", "▁a", *(f"<0x{byte:02X}>" for byte in range(255)), "a", "b"]
     metadata = {
@@ -340,9 +336,7 @@ _LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_fac
     ],
     ids=["window", "long", "starcoder2", "part", "caps", "27B", "bases", "yarn", "old"],
 )  # fmt: skip
-def test_attention_is_that_of_the_file(
-    tmp_path: Path, family: str, config: dict[str, Any], metadata: dict[str, Any]
-) -> None:
+def test_attention_is_that_of_the_file(tmp_path, family, config, metadata):
     """Transformers' mapping leaves these settings at defaults, so the checkpoint is the oracle."""
     checkpoint = make_checkpoint(tmp_path / "model", family, **config)
     tensors = {
@@ -393,7 +387,7 @@ def test_attention_is_that_of_the_file(
         ({"general.alignment": 24}, r"general.alignment is 24; expected a power of two"),
     ],
 )
-def test_mismatches_are_refused_by_name(small: Path, tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+def test_mismatches_are_refused_by_name(small, tmp_path, metadata, message):
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata=metadata)
     with pytest.raises(BuildError, match=message) as raised:
         load_tokenizer(locate(str(file)))
@@ -401,7 +395,7 @@ def test_mismatches_are_refused_by_name(small: Path, tmp_path: Path, metadata: d
     assert str(file) in str(raised.value)
 
 
-def test_a_draft_is_named_by_its_file(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_is_named_by_its_file(small, tmp_path, capsys):
     """Not by the folder of links that it is read from."""
     target = with_swapped_tokens(make_checkpoint(tmp_path / "target", "llama"))
     draft = make_gguf(tmp_path / "tiny.gguf", small, Type.F32)
@@ -409,7 +403,7 @@ def test_a_draft_is_named_by_its_file(small: Path, tmp_path: Path, capsys: pytes
     assert f"the method universal_draft:{draft}" in capsys.readouterr().err
 
 
-def test_a_draft_and_other_precisions(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_and_other_precisions(small, tmp_path, capsys):
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.Q8_0)
     words = ["build", "--target", str(file), "--max-seq-len", "128", "--max-batch-size", "1", "-o"]
     assert main([*words, str(tmp_path / "int4"), "--precision", "int4"]) == 0

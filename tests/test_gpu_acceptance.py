@@ -25,15 +25,14 @@ from specexport.runtime.backends.cuda import api
 from specexport.runtime.backends.cuda.cache import DeviceCache
 from specexport.runtime.backends.cuda.graph import DeviceGraph
 from tests.cuda_stand_in import StandIn, real
-from tests.fixtures import Bundles
-from tests.onnxruntime_stand_in import Binding, OnnxRuntimeGpu, Session
+from tests.onnxruntime_stand_in import Binding, Session
 
 pytestmark = pytest.mark.exporter  # bundles for onnxruntime-cuda are made here
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_without_a_gpu_it_says_so_and_checks_nothing(tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_so_and_checks_nothing(tmp_path):
     status, count = real.cudaGetDeviceCount()
     if not int(status) and count:
         pytest.skip("there is a GPU here")
@@ -61,7 +60,7 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_parts_are_joined(packed: Path) -> None:
+def test_parts_are_joined(packed):
     index = json.loads((packed / prepared.INDEX).read_text())
     assert 3 <= len(index["parts"]) <= 4
     assert all(part["nbytes"] <= 3000 for part in index["parts"])
@@ -72,7 +71,7 @@ def test_parts_are_joined(packed: Path) -> None:
     assert [path.stat().st_nlink for path in weights] == [1, 1]  # onnxruntime refuses weights that have two names
 
 
-def test_a_part_that_changed_is_named(packed: Path) -> None:
+def test_a_part_that_changed_is_named(packed):
     (packed / "part-01").write_bytes(b"other")
     with pytest.raises(ValueError, match="part-01: another content; expected SHA-256"):
         prepared.unpacked(packed)
@@ -81,14 +80,12 @@ def test_a_part_that_changed_is_named(packed: Path) -> None:
         prepared.unpacked(packed)
 
 
-def test_a_folder_without_bundles_is_named(
-    tmp_path: Path, gpu: OnnxRuntimeGpu, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_bundles_is_named(tmp_path, gpu, capsys):
     assert script.main(["--bundles", str(tmp_path)]) == 2
     assert f"nothing was checked: {tmp_path / 'index.json'}: no such file" in capsys.readouterr().out
 
 
-def test_weights_that_were_left_out_are_filled_in(tmp_path: Path) -> None:
+def test_weights_that_were_left_out_are_filled_in(tmp_path):
     tensors = [
         {"offset": 0, "nbytes": 4, "values": "AAECAw==", "shape": [4]},
         {"offset": 64, "nbytes": 200_000, "dtype": "float16", "mean": 1.0, "std": 0.02, "shape": [100_000]},
@@ -143,7 +140,7 @@ def _verdicts(findings: list[checks.Finding]) -> list[bool | None]:
 
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree-portable"])
-def test_checks_pass_on_a_correct_gpu(name: str, cuda_bundle: Bundles) -> None:
+def test_checks_pass_on_a_correct_gpu(name, cuda_bundle):
     folder = cuda_bundle(name)
     assert _verdicts(checks.loads(folder)) == [None, True, True]
     assert _verdicts(checks.parity(folder, TEXTS)) == [True] * 4
@@ -151,7 +148,7 @@ def test_checks_pass_on_a_correct_gpu(name: str, cuda_bundle: Bundles) -> None:
     assert _verdicts(checks.capture(folder, TEXTS, 20)) == [True] * 4
 
 
-def test_wrong_logits_are_found(cuda_bundle: Bundles, after_runs: Callable[[Disturb], None]) -> None:
+def test_wrong_logits_are_found(cuda_bundle, after_runs):
     folder = cuda_bundle("llama-near")
     assert _verdicts(checks.sampled(folder, TEXTS, 150)) == [True]
     after_runs(_raise_a_logit)
@@ -159,7 +156,7 @@ def test_wrong_logits_are_found(cuda_bundle: Bundles, after_runs: Callable[[Dist
     assert _verdicts(checks.sampled(folder, TEXTS, 150)) == [False]
 
 
-def test_a_mixture_may_choose_other_experts_rarely(cuda_bundle: Bundles) -> None:
+def test_a_mixture_may_choose_other_experts_rarely(cuda_bundle):
     theirs = np.random.default_rng(0).standard_normal((40, 8)).astype(np.float32)
     ours = theirs + np.float32(1e-3)
     for wrong, passed in ((0, [True, True]), (1, [False, True]), (2, [False, True]), (3, [False, False])):
@@ -175,7 +172,7 @@ def test_a_mixture_may_choose_other_experts_rarely(cuda_bundle: Bundles) -> None
         assert allowed.positions == positions
 
 
-def test_rows_committed_at_wrong_places_are_found(cuda_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_committed_at_wrong_places_are_found(cuda_bundle, monkeypatch):
     """By the host's copies: the rows of the tree's first nodes instead of the path's."""
     move = DeviceCache.move
 
@@ -187,7 +184,7 @@ def test_rows_committed_at_wrong_places_are_found(cuda_bundle: Bundles, monkeypa
         assert _verdicts(checks.tree_commit(cuda_bundle(name), TEXTS)) == [False]
 
 
-def test_a_commit_graph_that_moves_nothing_is_found(cuda_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_graph_that_moves_nothing_is_found(cuda_bundle, monkeypatch):
     run = Session.run_with_iobinding
 
     def without_commits(self: Session, binding: Binding, options: Any) -> None:
@@ -198,7 +195,7 @@ def test_a_commit_graph_that_moves_nothing_is_found(cuda_bundle: Bundles, monkey
     assert _verdicts(checks.parity(cuda_bundle("gpt2-tree"), TEXTS)) == [True, True, True, False]
 
 
-def test_slots_that_spoil_each_other_are_found(cuda_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_that_spoil_each_other_are_found(cuda_bundle, monkeypatch):
     """A step writes over the first rows of a slot that it has no part in, as its prompt is just being read."""
 
     def spoiling(self: Any, shape: RunShape, rows: int = 0) -> dict[str, Any]:
@@ -213,9 +210,7 @@ def test_slots_that_spoil_each_other_are_found(cuda_bundle: Bundles, monkeypatch
     assert _verdicts(checks.together(folder, TEXTS)) == [False]
 
 
-def test_captures_that_say_something_else_are_found(
-    cuda_bundle: Bundles, gpu: OnnxRuntimeGpu, after_runs: Callable[[Disturb], None]
-) -> None:
+def test_captures_that_say_something_else_are_found(cuda_bundle, gpu, after_runs):
     def only_captured(session: Session, binding: Binding) -> None:
         if gpu.cuda.capturing:
             _raise_a_logit(session, binding)
@@ -224,9 +219,7 @@ def test_captures_that_say_something_else_are_found(
     assert _verdicts(checks.capture(cuda_bundle("llama-near"), TEXTS, 20)) == [True, False, False, True]
 
 
-def test_refused_captures_and_leaks_are_found(
-    cuda_bundle: Bundles, gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_captures_and_leaks_are_found(cuda_bundle, gpu, monkeypatch):
     launch = StandIn.cudaGraphLaunch
 
     def leaking(self: StandIn, graph: int, stream: int) -> Any:
@@ -242,7 +235,7 @@ def test_refused_captures_and_leaks_are_found(
     assert _verdicts(checks.loads(cuda_bundle("llama-near"))) == [None, False, True]
 
 
-def test_wrong_distributions_are_detected() -> None:
+def test_wrong_distributions_are_detected():
     random, exact = np.random.default_rng(0), {(0,): 0.5, (1,): 0.3, (2,): 0.15, (3,): 0.05}
 
     def sample(shares: list[float]) -> Counter[tuple[int, ...]]:
@@ -253,7 +246,7 @@ def test_wrong_distributions_are_detected() -> None:
     assert checks.chi_square_p(Counter({(7,): 1}), exact) == 0.0
 
 
-def test_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bandwidth_counts_reads_and_writes(monkeypatch):
     cuda = StandIn(total=1 << 24)
     monkeypatch.setattr(StandIn, "cudaEventElapsedTime", lambda *_: (real.cudaError_t.cudaSuccess, 2.0))
     bandwidth = timing.copy_bandwidth(api.Cuda(cuda), rounds=2)
@@ -265,9 +258,7 @@ def _check(name: str, *findings: checks.Finding) -> script.DeviceCheck:
     return script.DeviceCheck(f"loads:{name}", 10, lambda: list(findings))
 
 
-def test_results_are_stored_and_resumed(
-    tmp_path: Path, gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_are_stored_and_resumed(tmp_path, gpu, monkeypatch, capsys):
     prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.json"
     prompts.write_text('{"text": "a"}\n', encoding="utf-8")
     monkeypatch.setattr(script, "unpacked", lambda folder: folder / "bundles")

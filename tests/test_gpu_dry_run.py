@@ -16,7 +16,6 @@ import pytest
 from filelock import FileLock
 
 from specexport.contract.methods import known, method_name, method_type
-from tests.fixtures import Bundles
 from tests.null_cuda import bundles, log
 from tests.null_cuda.install import UnavailableError, environment
 
@@ -40,7 +39,7 @@ def null_gpu() -> dict[str, str]:
         pytest.skip(str(error))
 
 
-def test_every_method_is_there() -> None:
+def test_every_method_is_there():
     ours = {name for name in known() if method_type(name).__module__.startswith("specexport.methods.")}
     built = {method_name(method) for kind in bundles.KINDS for method in bundles.methods(kind, Path("checkpoints"))}
     assert ours <= built
@@ -48,7 +47,7 @@ def test_every_method_is_there() -> None:
 
 
 @pytest.mark.parametrize(("name", "slots"), bundles.cells())
-def test_dry_run(name: str, slots: int, dry_run_bundle: Bundles, null_gpu: dict[str, str], tmp_path: Path) -> None:
+def test_dry_run(name, slots, dry_run_bundle, null_gpu, tmp_path):
     """Loads, prefills, and steps every method greedily and sampled, on the thread that loaded it and on others; times
     steps as on load.
     """

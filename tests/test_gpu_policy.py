@@ -21,7 +21,7 @@ from specexport.runtime.speculation import timing
 from specexport.runtime.speculation.costs import CostCurve
 from specexport.runtime.speculation.policy import TRIAL_STEPS, MeasuredPolicy
 from specexport.runtime.speculative import PLAIN
-from tests.fixtures import Bundles, Engines
+from tests.fixtures import Bundles
 from tests.manifests import Price, curve
 from tests.onnxruntime_stand_in import OnnxRuntimeGpu
 from tests.step_program import GREEDY
@@ -59,9 +59,7 @@ def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: OnnxRuntime
 # --- costs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_bundle_is_measured_once_on_a_gpu(
-    cuda_bundle: Bundles, remembered: Path, engine: Engines, gpu: OnnxRuntimeGpu
-) -> None:
+def test_a_bundle_is_measured_once_on_a_gpu(cuda_bundle, remembered, engine, gpu):
     """What is measured are launches of captured graphs: nothing is allocated, and the texts stay the CPU's."""
     name = "dice-mixed"
     with Engine.load(cuda_bundle(name), check_hashes=False, calibrate=False) as ruled:
@@ -101,9 +99,7 @@ def test_a_bundle_is_measured_once_on_a_gpu(
         ("dice-mixed-batch", {"draft_model": 0, "ngram": 0}),
     ],
 )
-def test_proposing_costs_what_it_adds_to_a_step(
-    name: str, launches: dict[str, int], cuda_bundle: Bundles, remembered: Path
-) -> None:
+def test_proposing_costs_what_it_adds_to_a_step(name, launches, cuda_bundle, remembered):
     """Any step is one launch, also one in which a draft proposes; calls of a draft that the host drives are more."""
     slots = 4 if name.endswith("batch") else 1
     with Engine.load(cuda_bundle(name), check_hashes=False, calibrate=True, max_batch_size=slots) as engine:
@@ -123,7 +119,7 @@ def test_proposing_costs_what_it_adds_to_a_step(
 # --- choices ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_draft_that_is_never_right_is_left(load: Load, engine: Engines) -> None:
+def test_a_draft_that_is_never_right_is_left(load, engine):
     """As on an H200: a step of the draft takes three plain ones."""
     with load("qwen3-bad", lambda _, tokens: 6e-4, lambda _, nodes: 3e-4 * (nodes - 1), 1e-3) as measured:
         first, second = (measured.generate(PROMPT, LONG, {"method": "draft_model"}) for _ in range(2))
@@ -134,7 +130,7 @@ def test_a_draft_that_is_never_right_is_left(load: Load, engine: Engines) -> Non
         assert second.stats.steps_with_draft <= TRIAL_STEPS
 
 
-def test_look_ups_take_the_place_of_a_draft(load: Load, engine: Engines, gpu: OnnxRuntimeGpu) -> None:
+def test_look_ups_take_the_place_of_a_draft(load, engine, gpu):
     """Where rows are free and the draft is slow; each of these steps is one launch."""
     text, params = [5, 6, 7] * 8, GREEDY.replace(max_tokens=120)
     with load("gemma2-equal", lambda *_: 6e-4, lambda *_: 1e-3, 1e-3) as measured:
@@ -151,7 +147,7 @@ def test_look_ups_take_the_place_of_a_draft(load: Load, engine: Engines, gpu: On
 
 
 @pytest.mark.parametrize(("row", "most"), [(0.0, 8), (1.6e-4, 2), (6e-4, 0)])
-def test_a_step_drafts_as_many_tokens_as_pay(row: float, most: int, load: Load) -> None:
+def test_a_step_drafts_as_many_tokens_as_pay(row, most, load):
     """By rows that cost nothing, a quarter of a plain step, and all of one."""
     with load("dice-mixed", lambda _, tokens: 6e-4 + row * (tokens - 1), lambda *_: 1e-5) as measured:
         for _ in range(3):
@@ -162,7 +158,7 @@ def test_a_step_drafts_as_many_tokens_as_pay(row: float, most: int, load: Load) 
         assert named.stats.steps_by_draft["draft_model"].keys() == {8}
 
 
-def test_a_draft_catches_up_and_drafts_in_the_step(load: Load, gpu: OnnxRuntimeGpu) -> None:
+def test_a_draft_catches_up_and_drafts_in_the_step(load, gpu):
     """After plain steps it reads the text that it missed, and then proposes on the device at once: two launches."""
     with load("dice-mixed", lambda *_: 6e-4, lambda *_: 1e-5, 1e-5) as measured:
         stream = measured.stream(PROMPT, LONG, {"method": "draft_model"})
@@ -182,7 +178,7 @@ def test_a_draft_catches_up_and_drafts_in_the_step(load: Load, gpu: OnnxRuntimeG
             assert stream.stats.steps_with_draft == drafted + 1
 
 
-def test_requests_of_a_batch_look_up_beside_each_other(load: Load, engine: Engines) -> None:
+def test_requests_of_a_batch_look_up_beside_each_other(load, engine):
     """With look-ups in some slots and a draft in others of the same step."""
     texts = ([5, 6, 7] * 8, PROMPT, [2, 4] * 9, [1, 8, 3])
     with load("dice-mixed-batch", lambda *_: 6e-4, lambda *_: 3e-4, 1e-4, max_batch_size=4) as measured:

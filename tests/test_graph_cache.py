@@ -63,9 +63,7 @@ def greedy_texts(bundle: Path, *, cache_graphs: bool = True) -> tuple[Any, ...]:
         return done.token_ids, done.logprobs, plain.token_ids, plain.logprobs
 
 
-def test_the_next_opening_takes_the_kept_graphs_and_says_the_same(
-    quantized: Path, cache: Path, opened: list[Path]
-) -> None:
+def test_the_next_opening_takes_the_kept_graphs_and_says_the_same(quantized, cache, opened):
     without = greedy_texts(quantized, cache_graphs=False)
     assert not cache.exists()
     assert greedy_texts(quantized) == without
@@ -77,9 +75,7 @@ def test_the_next_opening_takes_the_kept_graphs_and_says_the_same(
     assert greedy_texts(quantized, cache_graphs=False) == without  # what is there is taken, whoever made it
 
 
-def test_damaged_or_unwritable_files_are_recreated(
-    quantized: Path, cache: Path, opened: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_or_unwritable_files_are_recreated(quantized, cache, opened, monkeypatch):
     without = greedy_texts(quantized)
     for graph in cache.glob("*/graph.onnx"):
         graph.write_bytes(graph.read_bytes()[:50])
@@ -94,7 +90,7 @@ def test_damaged_or_unwritable_files_are_recreated(
     assert not [*(cache / "full").glob("graphs/*")]
 
 
-def test_unused_bundles_are_removed(cache: Path, tmp_path: Path) -> None:
+def test_unused_bundles_are_removed(cache, tmp_path):
     for name, age in (("old", 40), ("new", 20), ("killed", 40)):
         (cache / name).mkdir(parents=True)
         graph = cache / name if name == "killed" else cache / name / "graph.onnx"
@@ -104,7 +100,7 @@ def test_unused_bundles_are_removed(cache: Path, tmp_path: Path) -> None:
     assert [folder.name for folder in cache.iterdir()] == ["new"]
 
 
-def test_a_cache_of_many_slots_takes_memory_for_rows_that_are_there() -> None:
+def test_a_cache_of_many_slots_takes_memory_for_rows_that_are_there():
     (zeros,) = Rows([CacheLayer(heads=2, key_size=16, value_size=16)] * 2, slots=8, rows=256).blocks
     assert zeros.shape == (4, 8, 2, 256, 16)
     assert not zeros.any()
@@ -122,9 +118,7 @@ def test_a_cache_of_many_slots_takes_memory_for_rows_that_are_there() -> None:
         (["-1\n", "100000\n"], 4),
     ],
 )
-def test_a_containers_quota_counts_as_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], cores: int
-) -> None:
+def test_a_containers_quota_counts_as_cores(tmp_path, monkeypatch, texts, cores):
     files = tuple(str(tmp_path / str(at)) for at in range(len(texts)))
     for file, text in zip(files, texts, strict=True):
         Path(file).write_text(text)

@@ -1,8 +1,6 @@
 """Drafts that see the target's hidden states, EAGLE-3's, DFlash's and MTP layers: texts, bundles, engines."""
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from shutil import copytree
 from typing import Any
 
@@ -18,7 +16,6 @@ from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import method_name, read_methods
-from specexport.contract.model import LoweredAs
 from specexport.contract.reading import read_manifest
 from specexport.exporter import trace
 from specexport.exporter.build import build
@@ -33,7 +30,6 @@ from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_mtp
 from tests.engine_bundles import SMALL
-from tests.fixtures import Bundles
 from tests.hidden_states import GREEDY, changed
 from tests.streams import started, tokens_of
 from tests.test_mtp import PUBLISHED
@@ -47,7 +43,7 @@ SMALL_TREES = {"eagle3": 3, "dflash": 5, "mtp": 3}
 
 
 @pytest.mark.parametrize("name", ["dice-eagle3", "dice-dflash", "dice-dflash-portable", "dice-mtp"])
-def test_greedy_text_is_plain_decoding_s_in_every_tree(bundle: Bundles, name: str) -> None:
+def test_greedy_text_is_plain_decoding_s_in_every_tree(bundle, name):
     """With drafts that are often right: prompts of all lengths, begun anew, alike, and after other methods."""
     method, draw, reached = name.split("-")[1], np.random.default_rng(1), 0
     small = Speculative(method=method, num_speculative_tokens=SMALL_TREES[method])
@@ -64,7 +60,7 @@ def test_greedy_text_is_plain_decoding_s_in_every_tree(bundle: Bundles, name: st
 
 
 @pytest.mark.parametrize("method", SMALL_TREES)
-def test_a_shared_beginning_is_drafted_from(bundle: Bundles, method: str) -> None:
+def test_a_shared_beginning_is_drafted_from(bundle, method):
     """The draft's rows of a text that begins alike are taken over; what it never saw the target reads again."""
     prompt, params = np.random.default_rng(2).integers(3, 12, 30).tolist(), GREEDY.replace(max_tokens=8)
     with Engine.load(bundle(f"dice-{method}"), threads=1, prefix_cache=False) as engine:
@@ -82,7 +78,7 @@ def test_a_shared_beginning_is_drafted_from(bundle: Bundles, method: str) -> Non
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("method", SMALL_TREES)
-def test_several_requests_at_once(bundle: Bundles, method: str) -> None:
+def test_several_requests_at_once(bundle, method):
     """What is drafted of one does not depend on the others, though their trees are of different depths."""
     draw = np.random.default_rng(3)
     prompts = [draw.integers(3, 12, length).tolist() for length in (1, 4, 9, 2, 17, 30)]
@@ -109,15 +105,7 @@ def test_several_requests_at_once(bundle: Bundles, method: str) -> None:
         ("mtp", (1,), 9, {"mtp.fc.weight": torch.ones(H, 2 * H)}),
     ],
 )
-def test_build_inspect_and_verify(
-    tmp_path: Path,
-    target: Path,
-    capsys: pytest.CaptureFixture[str],
-    method: str,
-    states: tuple[int, ...],
-    rows: int,
-    changes: dict[str, Any],
-) -> None:
+def test_build_inspect_and_verify(tmp_path, target, capsys, method, states, rows, changes):
     """In int8, from the command line; another draft is found out."""
     draft, out = tmp_path / "draft", tmp_path / "bundle"
     if method == "mtp":
@@ -155,9 +143,7 @@ def test_build_inspect_and_verify(
         ("dflash", make_dflash, {"num_speculative_tokens": 8}, "depth 8, with a block of 8 tokens"),
     ],
 )
-def test_trees_that_cannot_be_filled_are_refused(
-    tmp_path: Path, target: Path, method: str, make: Callable[..., Path], more: dict[str, Any], reason: str
-) -> None:
+def test_trees_that_cannot_be_filled_are_refused(tmp_path, target, method, make, more, reason):
     methods = read_methods({"method": method, "model": str(make(tmp_path / "draft", target)), **more})
     with pytest.raises(BuildError, match=reason):
         build(BuildOptions(str(target), tmp_path / "never", methods=methods))
@@ -172,7 +158,7 @@ def test_trees_that_cannot_be_filled_are_refused(
         pytest.param("mtp", {(1, 1), (9, 1), (64, 1)}, marks=pytest.mark.slow),
     ],
 )
-def test_its_graphs_become_engines(tmp_path: Path, method: str, widths: set[tuple[int, int]]) -> None:
+def test_its_graphs_become_engines(tmp_path, method, widths):
     """Those of the target, which says its states, and of the draft."""
     target, draft, out = tmp_path / "target", tmp_path / "draft", tmp_path / "bundle"
     options: dict[str, Any] = {}
@@ -210,7 +196,7 @@ TOKENS, ROWS = [5, 9, 2, 31, 7], 16
 
 
 @pytest.mark.parametrize(("family", "lowering"), [("llama", "native"), ("gpt2", "native"), ("gemma2", "portable")])
-def test_steps_output_layer_states(tmp_path: Path, family: str, lowering: LoweredAs) -> None:
+def test_steps_output_layer_states(tmp_path, family, lowering):
     loaded = load_checkpoint(str(make_checkpoint(tmp_path / family, family)))
     names = [tensors.LAYER_STATES.at(count) for count in (0, 1, 2)]
     module = StepModule(loaded.model, outputs=[tensors.LOGITS, *names], lowering=lowering)
@@ -237,7 +223,7 @@ def test_steps_output_layer_states(tmp_path: Path, family: str, lowering: Lowere
     assert not np.allclose(last[2].numpy(), states[2].numpy())  # that is after the final norm
 
 
-def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_layers_that_are_not_there_are_refused(tmp_path):
     loaded = load_checkpoint(str(make_checkpoint(tmp_path / "llama", "llama")))
     wrong = pytest.raises(ValueError, match="it has 2 layers; expected the states after 0 to 2 of them")
     with wrong, recorded_states(loaded.model, [1, 3]):

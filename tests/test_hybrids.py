@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,6 @@ from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.runtime.states import KeptStates, cell_rows
 from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, HYBRIDS, VOCAB, make_checkpoint
-from tests.fixtures import Bundles, Engines
 from tests.manifests import put
 from tests.streams import started, tokens_of
 from tests.ways import ways
@@ -52,7 +50,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 # --- states -----------------------------------------------------------------------------------------------------------
 
 
-def test_cells_begin_where_states_end() -> None:
+def test_cells_begin_where_states_end():
     rows = cell_rows(past=[11, 8, 0], seen=[8, 8, 0], tokens=6, rows=24)
     assert rows.shape == (2, 3, CELL)
     # Three kept updates, six new ones, nothing; the third slot needs one cell only.
@@ -61,7 +59,7 @@ def test_cells_begin_where_states_end() -> None:
     assert cell_rows([30], [24], 1, 24)[0, 0].tolist() == [0, 1, 2, 3, 4, 5, 24, -1]
 
 
-def test_kept_rows_are_those_of_the_last_tokens_that_stayed() -> None:
+def test_kept_rows_are_those_of_the_last_tokens_that_stayed():
     layers = with_rows(
         [
             StateLayer(conv_size=5, conv_rows=3),
@@ -118,7 +116,7 @@ def rules(name: str, tokens: int) -> tuple[Callable[[], Any], Updates]:
 
 
 @pytest.mark.parametrize("name", ["gated_delta", "kimi_delta", "mamba2"])
-def test_a_text_in_pieces_reads_the_same_to_the_last_bit(name: str) -> None:
+def test_a_text_in_pieces_reads_the_same_to_the_last_bit(name):
     """Pieces of which a part is taken back, two slots of unequal length; against transformers', close."""
     tokens = 45
     theirs, updates = rules(name, tokens)
@@ -163,7 +161,7 @@ def test_a_text_in_pieces_reads_the_same_to_the_last_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_families_equal_transformers(family: str, tmp_path: Path) -> None:
+def test_families_equal_transformers(family, tmp_path):
     loaded = load_checkpoint(str(make_checkpoint(tmp_path, family)))
     assert loaded.cache and loaded.states
     assert any(layer.recurrence for layer in loaded.states.values()) == ("lfm2" not in family)
@@ -174,7 +172,7 @@ def test_families_equal_transformers(family: str, tmp_path: Path) -> None:
     ("family", "config", "message"),
     [("jamba", {**GROUPED, "attn_layer_offset": 0, "attn_layer_period": 2}, "a rule that specexport does not know")],
 )
-def test_other_rules_are_refused_by_name(family: str, config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_other_rules_are_refused_by_name(family, config, message, tmp_path):
     make_checkpoint(tmp_path, family, **config)
     with pytest.raises(BuildError, match=f"model family '{family}'.*{message}"):
         load_checkpoint(str(tmp_path))
@@ -189,7 +187,7 @@ def test_other_rules_are_refused_by_name(family: str, config: dict[str, Any], me
         ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"]}),
     ],
 )
-def test_a_step_graph_becomes_an_engine(family: str, layers: dict[str, list[str]], tmp_path: Path) -> None:
+def test_a_step_graph_becomes_an_engine(family, layers, tmp_path):
     """Its recurrence is of standard operators that TensorRT-RTX builds; the runtime does not run it on GPUs yet."""
     out, (kinds,) = tmp_path / "bundle", layers.values()
     source = make_checkpoint(tmp_path / "target", family, **layers, num_hidden_layers=len(kinds))
@@ -205,7 +203,7 @@ def test_a_step_graph_becomes_an_engine(family: str, layers: dict[str, list[str]
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-def test_a_step_goes_back_to_any_token(name: str, engine: Engines) -> None:
+def test_a_step_goes_back_to_any_token(name, engine):
     """A hypothesis that is wrong here and there, so that every number of draft tokens is taken back."""
     model, taken = engine(name), set()
     for length in (3, 8, 21, 70):
@@ -220,7 +218,7 @@ def test_a_step_goes_back_to_any_token(name: str, engine: Engines) -> None:
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-def test_logits_do_not_depend_on_how_a_text_was_cut(name: str, bundle: Bundles) -> None:
+def test_logits_do_not_depend_on_how_a_text_was_cut(name, bundle):
     """By the model's own log-probabilities, which a prompt's are by chunks and an output's by steps."""
     request = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1)
     with Engine.load(bundle(name), threads=1) as model:
@@ -240,7 +238,7 @@ def test_logits_do_not_depend_on_how_a_text_was_cut(name: str, bundle: Bundles) 
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("name", ["qwen3_5_text-hybrid-batch", "dice-hybrid-batch", "dice-hybrid-portable"])
-def test_requests_together_are_as_alone(name: str, bundle: Bundles) -> None:
+def test_requests_together_are_as_alone(name, bundle):
     """Of unequal lengths, coming and going, so that slots are taken over and moved."""
     random = np.random.default_rng(2)
     with Engine.load(bundle(name), threads=1) as model:
@@ -256,7 +254,7 @@ def test_requests_together_are_as_alone(name: str, bundle: Bundles) -> None:
 
 
 @pytest.mark.parametrize("name", ["lfm2-hybrid", "qwen3_5_text-hybrid"])
-def test_continued_texts_reuse_the_cache_or_are_read_again(name: str, bundle: Bundles) -> None:
+def test_continued_texts_reuse_the_cache_or_are_read_again(name, bundle):
     prompt = [5 + (3 * at) % 150 for at in range(27)]
     with Engine.load(bundle(name), threads=1) as model:
         first = model.generate(prompt, GREEDY, PLAIN)
@@ -273,7 +271,7 @@ def test_continued_texts_reuse_the_cache_or_are_read_again(name: str, bundle: Bu
 
 
 @pytest.mark.parametrize("name", ["lfm2-hybrid", "qwen3_5_text-hybrid", "lfm2-hybrid-portable"])
-def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Bundles) -> None:
+def test_a_draft_forgets_what_was_not_accepted(name, bundle):
     """Every number of its tokens taken back, another token behind them; q is transformers' of the text that stayed."""
     opened = Bundle.open(bundle(name))
     method = opened.manifest.methods[0]
@@ -302,7 +300,7 @@ def test_a_draft_forgets_what_was_not_accepted(name: str, bundle: Bundles) -> No
 # --- what is refused, and what is said --------------------------------------------------------------------------------
 
 
-def test_chain_only_methods_refuse_trees(tmp_path: Path) -> None:
+def test_chain_only_methods_refuse_trees(tmp_path):
     target = str(make_checkpoint(tmp_path / "target", "lfm2"))
     dense = str(make_checkpoint(tmp_path / "dense", "llama"))
     tree = TokenTree.from_choices([[0], [1]])
@@ -335,7 +333,7 @@ def test_chain_only_methods_refuse_trees(tmp_path: Path) -> None:
         Engine.load(tmp_path / "out", backend="onnxruntime-cuda")
 
 
-def test_manifests_describe_graph_inputs(bundle: Bundles, tmp_path: Path) -> None:
+def test_manifests_describe_graph_inputs(bundle, tmp_path):
     for number, (place, value, text) in enumerate(
         (
             ("target.states.0.conv_size", 7, r"states\[0\]"),

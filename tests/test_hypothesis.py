@@ -2,8 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from specexport.runtime import SamplingParams
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.sampling import accept_relaxed
 from specexport.runtime.speculative import PLAIN
-from tests.fixtures import Bundles, Engines
 
 NAME = "qwen3-lookup"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -37,7 +34,7 @@ def follow(hypothesis: list[int], message: list[int]) -> list[int]:
 # --- following --------------------------------------------------------------------------------------------------------
 
 
-def test_correct_hypotheses_are_followed() -> None:
+def test_correct_hypotheses_are_followed():
     assert follow(TEXT, []) == TEXT
     assert follow(TEXT, TEXT[:20]) == TEXT[20:]
     assert follow(TEXT, TEXT) == []
@@ -45,7 +42,7 @@ def test_correct_hypotheses_are_followed() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 7, 30])
-def test_a_differing_token_replaces_one(at: int) -> None:
+def test_a_differing_token_replaces_one(at):
     """Nothing is known yet but that a token was another: the next ones are guessed, few of them."""
     assert follow(TEXT, [*TEXT[:at], 7]) == TEXT[at + 1 : at + 1 + GUESS]
     assert follow(TEXT, [*TEXT[:at], 7, 8]) == []
@@ -62,11 +59,11 @@ def test_a_differing_token_replaces_one(at: int) -> None:
         ([*TEXT[:20], 7, 8, *TEXT[10:14], 9, *TEXT[30:32]], 32),  # said again, then on
     ],
 )
-def test_it_is_found_again(message: list[int], place: int) -> None:
+def test_it_is_found_again(message, place):
     assert follow(TEXT, message) == TEXT[place : place + 2 * TRUST]
 
 
-def test_of_several_places_the_nearest_ahead_is_taken() -> None:
+def test_of_several_places_the_nearest_ahead_is_taken():
     text = [1, 2, 50, 51, 52, 53, 1, 2, 60, 61, 62, 63, 1, 2, 70, 71, 72, 73]
     assert follow(text, [1, 2, 50, 51, 9, 9, 1, 2])[:2] == [60, 61]
     assert follow(text, [*text[:10], 9, 9, 1, 2])[:2] == [70, 71]
@@ -76,7 +73,7 @@ def test_of_several_places_the_nearest_ahead_is_taken() -> None:
     assert follow([*range(10, 20), *range(100, 160), 5, 6], [10, 11, 9, 9, 5]) == []
 
 
-def test_a_wrong_place_does_not_lead_further_astray() -> None:
+def test_a_wrong_place_does_not_lead_further_astray():
     """What was found is only where to look from once it has proved right."""
     text = [*range(10, 40), 1, 2, *range(40, 70)]
     texts = [*range(10, 20), 1, 2, 9, 9, 22, 23]  # 1 2 is a chance match far ahead
@@ -84,7 +81,7 @@ def test_a_wrong_place_does_not_lead_further_astray() -> None:
 
 
 @given(st.lists(st.integers(0, 5), max_size=30), st.lists(st.integers(0, 5), max_size=30))
-def test_continuations_are_parts_of_the_hypothesis(text: list[int], message: list[int]) -> None:
+def test_continuations_are_parts_of_the_hypothesis(text, message):
     following = follow(text, message)
     assert not following or any(text[at : at + len(following)] == following for at in range(len(text)))
     pieces = Tracker(text)
@@ -93,7 +90,7 @@ def test_continuations_are_parts_of_the_hypothesis(text: list[int], message: lis
     assert pieces.following() == following
 
 
-def test_slots_are_independent() -> None:
+def test_slots_are_independent():
     trees = tuple(TokenTree.chain(size + 1).choices for size in (4, 2))
     proposer = HypothesisProposer(Hypothesis(trees=trees))
 
@@ -116,7 +113,7 @@ def test_slots_are_independent() -> None:
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_text_equals_transformers(engine: Engines, oracle: Callable[[str], Any]) -> None:
+def test_greedy_text_equals_transformers(engine, oracle):
     """Whatever is expected: the text itself, with slips, without some of it, with more in it, or another text."""
     loaded, draw = engine(NAME), np.random.default_rng(1)
     for case in oracle(NAME)["greedy"]:
@@ -130,7 +127,7 @@ def test_greedy_text_equals_transformers(engine: Engines, oracle: Callable[[str]
             assert list(done.token_ids) == expected, (len(case["prompt"]), size)
 
 
-def test_a_right_hypothesis_takes_few_steps(engine: Engines) -> None:
+def test_a_right_hypothesis_takes_few_steps(engine):
     loaded = engine(NAME)
     prompt = [int(token) for token in np.random.default_rng(5).integers(3, 300, 40)]
     plain = loaded.generate(prompt, GREEDY, PLAIN)
@@ -147,7 +144,7 @@ def test_a_right_hypothesis_takes_few_steps(engine: Engines) -> None:
     assert (none.token_ids, none.stats.drafted) == (plain.token_ids, 0)
 
 
-def test_text_is_read_as_it_follows_the_prompt(engine: Engines) -> None:
+def test_text_is_read_as_it_follows_the_prompt(engine):
     loaded = engine(NAME)
     prompt, text = "one two three", " four five one two"
     with loaded.stream(prompt, GREEDY, {"hypothesis": text}) as stream:
@@ -158,7 +155,7 @@ def test_text_is_read_as_it_follows_the_prompt(engine: Engines) -> None:
         assert stream.hypothesis == loaded.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_incompatible_options_are_refused(engine: Engines) -> None:
+def test_incompatible_options_are_refused(engine):
     loaded = engine(NAME)
     for words, reason in (
         ({"method": "hypothesis"}, "no hypothesis was given"),
@@ -182,7 +179,7 @@ def test_incompatible_options_are_refused(engine: Engines) -> None:
 # --- relaxed acceptance -----------------------------------------------------------------------------------------------
 
 
-def test_relaxed_acceptance_is_a_threshold_on_likelihood() -> None:
+def test_relaxed_acceptance_is_a_threshold_on_likelihood():
     logits = np.log(np.array([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.25, 0.25, 0.5], [0.9, 0.05, 0.05]], np.float32))
     tree, tokens = TokenTree.chain(4), np.array([1, 0, 2])
 
@@ -198,7 +195,7 @@ def test_relaxed_acceptance_is_a_threshold_on_likelihood() -> None:
     assert accept_relaxed(logits, tree, tokens, RELAXED.replace(likelihood_threshold=0.2), 0.99) == ([1], 2)
 
 
-def test_relaxed_acceptance_keeps_likely_tokens(engine: Engines) -> None:
+def test_relaxed_acceptance_keeps_likely_tokens(engine):
     loaded = engine(NAME)
     hypothesis = [int(token) for token in np.random.default_rng(8).integers(3, 300, 30)]
     params = GREEDY.replace(acceptance="relaxed", max_tokens=30)
@@ -212,7 +209,7 @@ def test_relaxed_acceptance_keeps_likely_tokens(engine: Engines) -> None:
     )
 
 
-def test_certain_hypotheses_skip_the_model(engine: Engines) -> None:
+def test_certain_hypotheses_skip_the_model(engine):
     loaded = engine(NAME)
     gate = GREEDY.replace(acceptance="relaxed", entropy_threshold=0.7)
     text = " some words that nobody checks"
@@ -239,7 +236,7 @@ def test_certain_hypotheses_skip_the_model(engine: Engines) -> None:
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 
-def test_run(bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run(bundle, tmp_path, capsys):
     words = ["run", str(bundle(NAME)), "-p", "one two", "-n", "24", "--temperature", "0", "--ignore-eos", "--json"]
     words.append("--no-calibrate")
     assert main([*words, "--no-speculation"]) == 0

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import specexport
-from tests.fixtures import Bundles
 
 FORBIDDEN = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "scipy", "safetensors", "huggingface_hub")
 
@@ -42,12 +41,12 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_generating_loads_nothing_the_exporter_needs(bundle: Bundles) -> None:
+def test_generating_loads_nothing_the_exporter_needs(bundle):
     out = run(PROGRAM, str(bundle("dice-near")), *FORBIDDEN)
     assert json.loads(out.splitlines()[-1]) == [[], [], [], [], 9]
 
 
-def test_the_backend_is_loaded_with_the_first_bundle() -> None:
+def test_the_backend_is_loaded_with_the_first_bundle():
     """Importing is quick, and a missing backend is reported by ``load``, not by the import."""
     program = "import sys, specexport.runtime; specexport.LLM; print('onnxruntime' in sys.modules)"
     assert run(program).strip() == "False"
@@ -76,7 +75,7 @@ print(len(report.engines))
 
 
 @pytest.mark.exporter
-def test_devices_compile_engines_without_torch(bundle: Bundles, tmp_path: Path) -> None:
+def test_devices_compile_engines_without_torch(bundle, tmp_path):
     """With the [compile] extra alone; the step program's graphs are in the bundle."""
     from tests.step_program import for_onnxruntime
 
@@ -109,7 +108,7 @@ def _unresolved(source: Path) -> Iterator[str]:
                 yield f"{source.relative_to(ROOT)}:{node.lineno}: {module} has no {alias.name}"
 
 
-def test_imports_resolve() -> None:
+def test_imports_resolve():
     sources = [sorted((ROOT / folder).rglob("*.py")) for folder in FOLDERS]
     assert all(sources), "a folder without sources"
     assert [line for folder in sources for source in folder for line in _unresolved(source)] == []

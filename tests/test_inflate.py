@@ -56,7 +56,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def test_inflated_model_computes_the_same(source: Path, tmp_path: Path) -> None:
+def test_inflated_model_computes_the_same(source, tmp_path):
     out = tmp_path / "out"
     shape = inflate(source, out, params=5e5)
     agreement = compare(source, out, PROMPTS)
@@ -72,7 +72,7 @@ def test_inflated_model_computes_the_same(source: Path, tmp_path: Path) -> None:
     assert written == shape.tensors()
 
 
-def test_new_weights_are_dense_and_seeded(source: Path, tmp_path: Path) -> None:
+def test_new_weights_are_dense_and_seeded(source, tmp_path):
     shape = Shape.of(json.loads((source / "config.json").read_text(encoding="utf-8")))
     large = Shape(64, 8, 4, 16, 5, 96, shape.vocab, shape.tied)
     weights = []
@@ -87,7 +87,7 @@ def test_new_weights_are_dense_and_seeded(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_an_inflated_speculator_says_the_same(source: Path, tmp_path: Path, tied: bool) -> None:
+def test_an_inflated_speculator_says_the_same(source, tmp_path, tied):
     """Of the same texts: the enlarged target's states go with it."""
     make_speculator(tmp_path / "small", source, 3, inner=32, tied=tied, scale_input=tied)
     large = tmp_path / "large"
@@ -104,7 +104,7 @@ def test_an_inflated_speculator_says_the_same(source: Path, tmp_path: Path, tied
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
-def test_an_inflated_states_draft_says_the_same(source: Path, tmp_path: Path, method: str) -> None:
+def test_an_inflated_states_draft_says_the_same(source, tmp_path, method):
     """Of the same text: it sees the layers of the enlarged target that do what those of the small one did."""
     exporter: Any = part(method_type(method), "export").EXPORTER
     make = make_eagle3 if method == "eagle3" else make_dflash
@@ -132,13 +132,13 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def test_real_layers_are_spread_evenly() -> None:
+def test_real_layers_are_spread_evenly():
     assert real_layers(2, 8) == {2: 0, 6: 1}
     assert real_layers(3, 3) == {0: 0, 1: 1, 2: 2}
     assert sorted(real_layers(7, 24).values()) == list(range(7))
 
 
-def test_chosen_shapes_have_the_size_asked_for() -> None:
+def test_chosen_shapes_have_the_size_asked_for():
     target = choose_shape(Shape(256, 4, 2, 64, 7, 672, 4096, True), 290e6)
     draft = choose_shape(Shape(96, 2, 1, 64, 3, 288, 4096, True), 25e6, DRAFT_WIDTH_PER_LAYER)
     assert (target.hidden, target.heads, target.kv_heads, target.ffn, target.layers) == (1024, 16, 8, 2880, 24)
@@ -147,7 +147,7 @@ def test_chosen_shapes_have_the_size_asked_for() -> None:
     assert draft.params == pytest.approx(25e6, rel=0.05)
 
 
-def test_refusals(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(source, tmp_path, capsys):
     with pytest.raises(ValueError, match="more parameters"):
         inflate(source, tmp_path / "out", params=1e3)
     shape = Shape.of(json.loads((source / "config.json").read_text(encoding="utf-8")))

@@ -204,7 +204,7 @@ def beside_a_product(body: str, constants: Arrays, columns: int) -> tuple[str, A
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_are_onnxruntime_s(tmp_path: Path, name: str) -> None:
+def test_numbers_are_onnxruntime_s(tmp_path, name):
     body, inputs, constants = CASES[name]
     path = save(tmp_path / "theirs.onnx", body, inputs, constants)
     theirs = plain_session(path)
@@ -254,7 +254,7 @@ WRONG: dict[str, tuple[str, Arrays, Arrays, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_inputs_that_do_not_fit_are_an_error_of_one_line(tmp_path: Path, name: str) -> None:
+def test_inputs_that_do_not_fit_are_an_error_of_one_line(tmp_path, name):
     body, inputs, constants, message = WRONG[name]
     body, constants = beside_a_product(body, constants, 4)
     session = open_session(
@@ -265,7 +265,7 @@ def test_inputs_that_do_not_fit_are_an_error_of_one_line(tmp_path: Path, name: s
     assert str(raised.value).strip().count("\n") == 0
 
 
-def test_numbers_that_are_none_stay_in_their_row(tmp_path: Path) -> None:
+def test_numbers_that_are_none_stay_in_their_row(tmp_path):
     weights = normal(64, 40)
     path = save(tmp_path / "model.onnx", "y = MatMul(x, k)", {"x": normal(3, 64)}, {"k": weights}, True)
     session = open_session(path, 1, "native", "fp32")
@@ -278,7 +278,7 @@ def test_numbers_that_are_none_stay_in_their_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [16, 24, 32, 48, 128, 144])
-def test_blocks_of_any_size_are_read(tmp_path: Path, block: int) -> None:
+def test_blocks_of_any_size_are_read(tmp_path, block):
     depth = 3 * block
     body = f"d = DequantizeLinear<axis=0, block_size={block}>(k, s) y = MatMul(x, d)"
     constants: Arrays = {"k": RANDOM.integers(-127, 128, (depth, 20)).astype(np.int8), "s": unit(3, 20) / 99}
@@ -291,7 +291,7 @@ def test_blocks_of_any_size_are_read(tmp_path: Path, block: int) -> None:
 
 
 @pytest.mark.parametrize("sums_are_read", [False, True])
-def test_offsets_of_weights_are_added(tmp_path: Path, sums_are_read: bool) -> None:
+def test_offsets_of_weights_are_added(tmp_path, sums_are_read):
     body = f"""
         d = DequantizeLinear<axis=0, block_size=32>(k, s)
         blocks = Reshape(x, parts) column = MatMul(blocks, ones) sums = Reshape(column, rows)
@@ -320,7 +320,7 @@ def test_offsets_of_weights_are_added(tmp_path: Path, sums_are_read: bool) -> No
 
 
 @pytest.mark.parametrize("capped", [False, True])
-def test_attention_in_two_parts_reads_only_what_is_seen(tmp_path: Path, capped: bool) -> None:
+def test_attention_in_two_parts_reads_only_what_is_seen(tmp_path, capped):
     bounded = "g = Div(scores, cap) h = Tanh(g) i = Mul(cap, h)" if capped else "i = Identity(scores)"
     body = f"""
         turned = Transpose<perm=[0, 1, 3, 2]>(k) a = MatMul(q, turned) b = Mul(a, factor)
@@ -353,7 +353,7 @@ def test_attention_in_two_parts_reads_only_what_is_seen(tmp_path: Path, capped: 
 
 
 @pytest.mark.parametrize("harm", ["cut", "empty", "longer", "header", "flags", "a folder"])
-def test_packed_files_that_are_not_whole_are_written_again(tmp_path: Path, harm: str) -> None:
+def test_packed_files_that_are_not_whole_are_written_again(tmp_path, harm):
     body = "d = DequantizeLinear<axis=0, block_size=32>(k, s) y = MatMul(x, d)"
     constants = {"k": RANDOM.integers(-127, 128, (1600, 700)).astype(np.int8), "s": unit(50, 700) / 99}
     path = save(tmp_path / "model.onnx", body, {"x": normal(2, 1600)}, constants)
@@ -374,7 +374,7 @@ def test_packed_files_that_are_not_whole_are_written_again(tmp_path: Path, harm:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's list of mappings")
-def test_packed_files_are_mapped_where_large_pages_can_be(tmp_path: Path) -> None:
+def test_packed_files_are_mapped_where_large_pages_can_be(tmp_path):
     body = "d = DequantizeLinear<axis=0, block_size=32>(k, s) y = MatMul(x, d)"
     constants = {"k": RANDOM.integers(-127, 128, (1600, 1400)).astype(np.int8), "s": unit(50, 1400) / 99}
     path = save(tmp_path / "model.onnx", body, {"x": normal(2, 1600)}, constants)
@@ -389,19 +389,19 @@ def test_packed_files_are_mapped_where_large_pages_can_be(tmp_path: Path) -> Non
         del session
 
 
-def test_an_unknown_instruction_set_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_instruction_set_is_ignored(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXPORT_ISA", "z80")
     path = save(tmp_path / "model.onnx", "y = MatMul(x, k)", {"x": normal(2, 60)}, {"k": normal(60, 50)})
     assert open_session(path, 1, "native", "fp32").run(None, {"x": normal(2, 60)})[0].shape == (2, 50)
 
 
-def test_a_graph_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_graph_that_is_none_is_refused(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"none")
     with pytest.raises(BackendError, match="onnxruntime refused the graph"):
         open_session(tmp_path / "model.onnx", 1, "native", "fp32")
 
 
-def test_want_of_memory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_want_of_memory_is_said(tmp_path, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("[ONNXRuntimeError] : 1 : FAIL : std::bad_alloc")
 

@@ -18,7 +18,6 @@ from specexport.cli import main
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.onnxruntime import kernels
 from specexport.runtime.backends.onnxruntime.kernels import PackedWeights
-from tests.fixtures import Bundles
 
 ALONE = "onnxruntime's alone, where texts may differ at two tokens that are about equally likely: "
 MISSING = ALONE + "specexport's are not compiled; install a C++ compiler, then run pip install again"
@@ -30,7 +29,7 @@ def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "nothing.so")
 
 
-def test_missing_or_damaged_kernels_fall_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without: None) -> None:
+def test_missing_or_damaged_kernels_fall_back(monkeypatch, tmp_path, without):
     assert kernels.kernels().described == MISSING
     assert not kernels.add_kernels(onnxruntime.SessionOptions(), 1)
     damaged = tmp_path / "damaged.so"
@@ -42,16 +41,14 @@ def test_missing_or_damaged_kernels_fall_back(monkeypatch: pytest.MonkeyPatch, t
 
 
 @needs_library
-def test_an_old_onnxruntime_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_onnxruntime_does_without(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(__version__="1.23.2"))
     text = kernels._register.__wrapped__(kernels.LIBRARY).described  # a process registers the library once
     assert text.endswith("need onnxruntime 1.28, and 1.23.2 is installed; run: pip install -U 'specexport[cpu]'")
 
 
 @needs_library
-def test_commands_say_which_kernels_compute(
-    bundle: Bundles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_say_which_kernels_compute(bundle, capsys, monkeypatch):
     folder = str(bundle("llama-near"))
     words = ["run", folder, "--prompt", "one", "-n", "2", "--stats", "--no-calibrate"]
     off = f"{ALONE}SPECEXPORT_KERNELS is 0"
@@ -66,7 +63,7 @@ def test_commands_say_which_kernels_compute(
     assert "SPECEXPORT_KERNELS is 'no'; expected 0" in capsys.readouterr().err
 
 
-def test_the_server_says_at_its_start_which_kernels_compute(bundle: Bundles) -> None:
+def test_the_server_says_at_its_start_which_kernels_compute(bundle):
     words = [sys.executable, "-m", "specexport", "serve", str(bundle("llama-near")), "--port", "0", "--no-calibrate"]
     environment = {**os.environ, "SPECEXPORT_KERNELS": "0"}
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -80,7 +77,7 @@ def test_the_server_says_at_its_start_which_kernels_compute(bundle: Bundles) -> 
 
 
 @needs_library
-def test_texts_are_the_same_without_them(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_the_same_without_them(bundle, monkeypatch):
     def text() -> tuple[int, ...]:
         with Engine.load(bundle("llama-near"), threads=1, calibrate=False) as engine:
             return tuple(engine.generate([5, 6, 7, 8], SamplingParams(max_tokens=12, temperature=0.0)).token_ids)
@@ -90,7 +87,7 @@ def test_texts_are_the_same_without_them(bundle: Bundles, monkeypatch: pytest.Mo
     assert text() == ours
 
 
-def test_packed_weights_are_looked_for_kept_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_weights_are_looked_for_kept_and_forgotten(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path))
     assert PackedWeights.of("files", keep=False) is None
     packed = PackedWeights.of("files", keep=True)
@@ -131,12 +128,12 @@ def _run(folder: Path, rounds: int, patterns: list[str], *flags: str) -> str:
     return done.stdout
 
 
-def test_every_instruction_set_keeps_the_contract(tmp_path: Path) -> None:
+def test_every_instruction_set_keeps_the_contract(tmp_path):
     assert "portable: 60 rounds" in _run(tmp_path, 60, ["kernels_*"])
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
-def test_instructions_that_few_processors_have_are_emulated(tmp_path: Path) -> None:
+def test_instructions_that_few_processors_have_are_emulated(tmp_path):
     # As many kernels as there are for x86-64, on every processor with AVX2. Compiling them for speed takes a minute.
     patterns = ["kernels_avx2", "kernels_portable", "tests/emulated/*"]
     printed = _run(tmp_path, 30, patterns, "-DSPECEXPORT_EMULATED", "-Wno-psabi", "-O1")
@@ -146,9 +143,7 @@ def test_instructions_that_few_processors_have_are_emulated(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
-def test_instructions_that_a_compiler_does_not_know_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_instructions_that_a_compiler_does_not_know_are_left_out(tmp_path, monkeypatch, capfd):
     plain, tiles, old = tmp_path / "plain.cc", tmp_path / "kernels_amx.cc", tmp_path / "old"
     plain.write_text("extern const int tiles __attribute__((weak)); int main() { return &tiles ? 1 : 0; }")
     tiles.write_text("extern const int tiles; const int tiles = 1;")
@@ -165,11 +160,11 @@ def test_instructions_that_a_compiler_does_not_know_are_left_out(
     assert f"kernels: {old} does not know -mavx2" in said and said.count("\n") == 1
 
 
-def test_addresses_and_arithmetic_are_defined(tmp_path: Path) -> None:
+def test_addresses_and_arithmetic_are_defined(tmp_path):
     assert "rounds" in _run(
         tmp_path, 6, ["kernels_avx2", "kernels_neon", "kernels_portable"], "-fsanitize=address,undefined", *_SANITIZED
     )
 
 
-def test_teams_are_free_of_races(tmp_path: Path) -> None:
+def test_teams_are_free_of_races(tmp_path):
     assert "portable: 4 rounds" in _run(tmp_path, 4, ["kernels_portable"], "-fsanitize=thread", *_SANITIZED)

@@ -21,7 +21,7 @@ from specexport import LLM, SamplingParams
 from specexport.contract.errors import BackendError, BuildError, RequestError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
 from specexport.contract.tree import TokenTree
-from tests.fixtures import Bundles, Engines
+from tests.fixtures import Bundles
 
 NAME = "llama-near"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -34,7 +34,7 @@ def llm(bundle: Bundles) -> LLM:
 
 
 @pytest.mark.parametrize("columns", [80, 0])
-def test_a_terminal_sees_how_far_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_a_terminal_sees_how_far_it_is(llm, monkeypatch, columns):
     """One that does not tell its size too, as those of containers do."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", columns and 24, columns, 0, 0))
@@ -53,14 +53,14 @@ def test_a_terminal_sees_how_far_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch
     assert "3/3" in text
 
 
-def test_the_package_has_what_callers_name() -> None:
+def test_the_package_has_what_callers_name():
     assert [name for name in specexport.__all__ if not hasattr(specexport, name)] == []
     assert set(specexport.__all__) <= set(dir(specexport))
     errors = [value for name in specexport.__all__ if isinstance(value := getattr(specexport, name), type)]
     assert {error for error in errors if issubclass(error, Exception)} >= {BackendError, BuildError, RequestError}
 
 
-def test_errors_and_outputs_pass_between_processes_and_engines_say_that_they_do_not(llm: LLM) -> None:
+def test_errors_and_outputs_pass_between_processes_and_engines_say_that_they_do_not(llm):
     refused = pickle.loads(pickle.dumps(specexport.QueueFullError("the queue is full", retry_after=3)))
     assert (str(refused), refused.retry_after) == ("the queue is full", 3)
     (output,) = llm.generate(PROMPTS[0], GREEDY.replace(logprobs=1), use_tqdm=False)
@@ -90,12 +90,12 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 """
 
 
-def test_a_forked_process_opens_its_own(bundle: Bundles) -> None:
+def test_a_forked_process_opens_its_own(bundle):
     """Freeing the parent's waits for threads that a child does not have."""
     subprocess.run([sys.executable, "-c", FORKED, bundle(NAME)], check=True, timeout=120)
 
 
-def test_outputs_are_the_engines_in_order(llm: LLM, engine: Engines) -> None:
+def test_outputs_are_the_engines_in_order(llm, engine):
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     for index, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
         expected = engine(NAME).generate(prompt, GREEDY)
@@ -108,7 +108,7 @@ def test_outputs_are_the_engines_in_order(llm: LLM, engine: Engines) -> None:
         assert completion.metrics.accepted > 0
 
 
-def test_each_prompt_may_have_its_own_parameters(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_prompt_may_have_its_own_parameters(llm, capsys):
     outputs = llm.generate(PROMPTS, [GREEDY.replace(max_tokens=count) for count in (1, 2, 3)])
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3]
     assert capsys.readouterr().out == ""
@@ -116,7 +116,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM, capsys: pytest.Captur
         llm.generate(PROMPTS, [GREEDY, GREEDY])
 
 
-def test_n_outputs_differ_and_a_seed_reproduces_them(llm: LLM) -> None:
+def test_n_outputs_differ_and_a_seed_reproduces_them(llm):
     params = SamplingParams(n=3, seed=7, max_tokens=12, ignore_eos=True)
     first, again = (llm.generate("one two", params, use_tqdm=False)[0] for _ in range(2))
     assert [output.index for output in first.outputs] == [0, 1, 2]
@@ -124,7 +124,7 @@ def test_n_outputs_differ_and_a_seed_reproduces_them(llm: LLM) -> None:
     assert [output.token_ids for output in first.outputs] == [output.token_ids for output in again.outputs]
 
 
-def test_logprobs_are_by_token_with_their_text(llm: LLM) -> None:
+def test_logprobs_are_by_token_with_their_text(llm):
     (output,) = llm.generate("one two", SamplingParams(seed=1, max_tokens=5, logprobs=2), use_tqdm=False)
     (completion,) = output.outputs
     assert completion.cumulative_logprob == pytest.approx(
@@ -136,7 +136,7 @@ def test_logprobs_are_by_token_with_their_text(llm: LLM) -> None:
         assert all(isinstance(value.decoded_token, str) for value in entry.values())
 
 
-def test_an_engine_seed_reproduces_requests_by_their_order(bundle: Bundles) -> None:
+def test_an_engine_seed_reproduces_requests_by_their_order(bundle):
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     texts = []
     for seed in (1, 1, 2):
@@ -146,7 +146,7 @@ def test_an_engine_seed_reproduces_requests_by_their_order(bundle: Bundles) -> N
     assert len(set(texts[0])) == 3
 
 
-def test_max_model_len_bounds_prompt_and_output(bundle: Bundles) -> None:
+def test_max_model_len_bounds_prompt_and_output(bundle):
     with LLM(bundle=bundle(NAME), max_model_len=20, threads=1, calibrate=False) as llm:
         for params in (GREEDY, GREEDY.replace(max_tokens=None), GREEDY.replace(max_tokens=100, min_tokens=50)):
             (output,) = llm.generate([5] * 15, params, use_tqdm=False)
@@ -159,19 +159,19 @@ def test_max_model_len_bounds_prompt_and_output(bundle: Bundles) -> None:
             LLM(bundle=bundle(NAME), max_model_len=wrong, threads=1, calibrate=False)
 
 
-def test_nothing_runs_if_one_request_is_refused(llm: LLM) -> None:
+def test_nothing_runs_if_one_request_is_refused(llm):
     with pytest.raises(RequestError, match="prompt 1: the prompt holds token 9999"):
         llm.generate([[5], [9999]], GREEDY, use_tqdm=False)
 
 
-def test_a_bundle_may_be_named_as_the_model(bundle: Bundles) -> None:
+def test_a_bundle_may_be_named_as_the_model(bundle):
     config = {"method": "draft_model", "num_speculative_tokens": 2}
     with LLM(str(bundle(NAME)), speculative_config=config, calibrate=False) as llm:
         (output,) = llm.generate("one two", GREEDY, use_tqdm=False)
         assert output.outputs[0].metrics.drafted <= 2 * output.outputs[0].metrics.steps_with_draft
 
 
-def test_prompts_have_log_probabilities(bundle: Bundles) -> None:
+def test_prompts_have_log_probabilities(bundle):
     with LLM(bundle=bundle(NAME), threads=1, calibrate=False) as llm:
         scored, plain = llm.generate(
             [[5, 6, 7, 8], [5, 6]], [GREEDY.replace(prompt_logprobs=1, max_tokens=0), GREEDY], use_tqdm=False
@@ -184,7 +184,7 @@ def test_prompts_have_log_probabilities(bundle: Bundles) -> None:
     assert scored.outputs[0].token_ids == ()
 
 
-def test_the_backend_is_the_engines(bundle: Bundles) -> None:
+def test_the_backend_is_the_engines(bundle):
     with LLM(bundle=bundle(NAME), threads=1, calibrate=False, backend="onnxruntime") as llm:
         assert llm._frontend.engine.backend.device.startswith("onnxruntime, ")
     with pytest.raises(BackendError, match="there is no backend 'abacus'; expected one of onnxruntime"):
@@ -233,7 +233,7 @@ def test_the_backend_is_the_engines(bundle: Bundles) -> None:
         ({"bundle": b"x"}, "bundle is b'x'; expected a text or a path"),
     ],
 )
-def test_wrong_options_are_named(bundle: Bundles, options: dict[str, Any], words: str) -> None:
+def test_wrong_options_are_named(bundle, options, words):
     fields = {key: str(bundle(NAME)) if value == "{}" else value for key, value in options.items()}
     with pytest.raises(BuildError, match=words):
         LLM(**fields)
@@ -268,19 +268,19 @@ def method(name: str, **options: Any) -> MethodOptions:
         {"method": "universal_draft", "model": "d"},
     ],
 )
-def test_configurations_select_methods(options: dict[str, Any]) -> None:
+def test_configurations_select_methods(options):
     name = options.get("method", "draft_model")
     expected = method(name, **{key: value for key, value in options.items() if key != "method"})
     assert read_methods(options) == read_methods(json.dumps(options)) == (expected,)
 
 
-def test_configurations_of_vllm_select_methods() -> None:
+def test_configurations_of_vllm_select_methods():
     assert read_methods({"model": "[ngram]"}) == read_methods("ngram") == (method("ngram"),)
     for options in ({"model": "d"}, {"method": "eagle3", "model": "e", "num_speculative_tokens": 3}):
         assert read_methods({**options, "draft_tensor_parallel_size": 1}) == read_methods(options)
 
 
-def test_a_config_may_name_several_methods_the_default_first() -> None:
+def test_a_config_may_name_several_methods_the_default_first():
     several = [{"method": "ngram"}, "suffix:store_tokens=100", {"model": "d"}]
     expected = (method("ngram"), method("suffix", store_tokens=100), method("draft_model", model="d"))
     assert read_methods(several) == expected
@@ -288,13 +288,13 @@ def test_a_config_may_name_several_methods_the_default_first() -> None:
 
 
 @pytest.mark.parametrize(("least", "most", "sizes"), [(None, None, (2, 4)), (None, 1, (1, 1)), (3, 6, (3, 6))])
-def test_ngram_sizes_have_fitting_defaults(least: int | None, most: int | None, sizes: tuple[int, int]) -> None:
+def test_ngram_sizes_have_fitting_defaults(least, most, sizes):
     fields = {key: value for key, value in (("prompt_lookup_min", least), ("prompt_lookup_max", most)) if value}
     (ngram,) = read_methods({"method": "ngram", **fields})
     assert ngram.lookup_sizes == sizes
 
 
-def test_trees_are_presets_files_or_trees(tmp_path: Path) -> None:
+def test_trees_are_presets_files_or_trees(tmp_path):
     tree = TokenTree.from_choices([[0], [1], [0, 0]])
     file = tmp_path / "tree.json"
     file.write_text("[[0], [1], [0, 0]]")
@@ -338,12 +338,12 @@ def test_trees_are_presets_files_or_trees(tmp_path: Path) -> None:
         ([5], r"\[5\] is not an object with the key method, or a list of them"),
     ],
 )
-def test_a_wrong_config_is_named(arguments: Any, words: str) -> None:
+def test_a_wrong_config_is_named(arguments, words):
     with pytest.raises(BuildError, match=words):
         read_methods(arguments)
 
 
-def test_a_bundles_text_methods_take_their_options_in_the_config(bundle: Bundles) -> None:
+def test_a_bundles_text_methods_take_their_options_in_the_config(bundle):
     fields = [{"method": "suffix", "store_tokens": 400}, {"method": "ngram", "prompt_lookup_max": 3}]
     with LLM(bundle=bundle(NAME), speculative_config=fields, threads=1, calibrate=False) as first:
         methods = first._frontend.engine.methods
@@ -356,7 +356,7 @@ def test_a_bundles_text_methods_take_their_options_in_the_config(bundle: Bundles
 
 
 @pytest.mark.parametrize("config", [None, "hypothesis", {"method": "hypothesis", "num_speculative_tokens": [8, 2]}])
-def test_requests_may_always_have_a_hypothesis(bundle: Bundles, config: Any) -> None:
+def test_requests_may_always_have_a_hypothesis(bundle, config):
     with LLM(bundle=bundle(NAME), speculative_config=config, threads=1, calibrate=False) as first:
         prompts = [[9, 8, 7, 6, 5], [5, 6, 7]]
         before = [output.outputs[0].token_ids for output in first.generate(prompts, GREEDY, use_tqdm=False)]
@@ -373,9 +373,7 @@ def test_requests_may_always_have_a_hypothesis(bundle: Bundles, config: Any) -> 
 
 
 @pytest.mark.exporter
-def test_medusa_draft_and_hypothesis_are_built_by_their_configs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_medusa_draft_and_hypothesis_are_built_by_their_configs(tmp_path, monkeypatch):
     from tests.checkpoints import VOCAB, make_checkpoint, make_heads
     from tests.make_bundles import DICE
 
@@ -408,7 +406,7 @@ def test_a_program_may_have_no_console(llm: LLM, monkeypatch: pytest.MonkeyPatch
     [(True, ""), (False, "done\n")],
     ids=["a daemon thread", "a thread that outlives the main one"],
 )
-def test_a_process_ends_with_its_threads(bundle: Bundles, daemon: bool, printed: str) -> None:
+def test_a_process_ends_with_its_threads(bundle, daemon, printed):
     code = (
         "import sys, threading, time; from specexport import LLM, SamplingParams\n"
         "llm = LLM(bundle=sys.argv[1], calibrate=False, threads=1)\n"

@@ -64,7 +64,7 @@ def of(files: set[str], name: str) -> set[str]:
     return {file.removeprefix(f"owner/{name}/") for file in files if file.startswith(f"owner/{name}/")}
 
 
-def test_only_needed_files_are_downloaded(model: Path, fetched: set[str], tiny: Path) -> None:
+def test_only_needed_files_are_downloaded(model, fetched, tiny):
     (model / "additional_chat_templates").mkdir()
     for name in ("chat_template.jinja", "additional_chat_templates/rag.jinja"):
         (model / name).write_text(name, encoding="utf-8")
@@ -76,7 +76,7 @@ def test_only_needed_files_are_downloaded(model: Path, fetched: set[str], tiny: 
     assert load_tokenizer(folder).chat_templates == files
 
 
-def test_of_a_model_in_shards_those_of_the_index_are_fetched(model: Path, fetched: set[str]) -> None:
+def test_of_a_model_in_shards_those_of_the_index_are_fetched(model, fetched):
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -90,7 +90,7 @@ def test_of_a_model_in_shards_those_of_the_index_are_fetched(model: Path, fetche
     assert of(fetched, "model") == SETTINGS | TOKENIZER | {*parts, "model.safetensors.index.json"}
 
 
-def test_without_a_tokenizers_file_its_vocabulary_is_fetched(model: Path, fetched: set[str]) -> None:
+def test_without_a_tokenizers_file_its_vocabulary_is_fetched(model, fetched):
     (model / "tokenizer.json").unlink()
     locate("owner/model")
     assert of(fetched, "model") == SETTINGS | {
@@ -98,7 +98,7 @@ def test_without_a_tokenizers_file_its_vocabulary_is_fetched(model: Path, fetche
     }  # fmt: skip
 
 
-def test_a_pickled_model_is_refused_before_it_is_fetched(model: Path, fetched: set[str]) -> None:
+def test_a_pickled_model_is_refused_before_it_is_fetched(model, fetched):
     for file in (*model.rglob("*.safetensors"), *model.rglob("*.gguf")):
         file.unlink()
     with pytest.raises(BuildError, match=r"found no weights, expected \*\.safetensors"):
@@ -106,7 +106,7 @@ def test_a_pickled_model_is_refused_before_it_is_fetched(model: Path, fetched: s
     assert of(fetched, "model") == SETTINGS | TOKENIZER
 
 
-def test_a_pickled_model_in_a_folder_is_refused_with_what_to_do(tiny: Path, tmp_path: Path) -> None:
+def test_a_pickled_model_in_a_folder_is_refused_with_what_to_do(tiny, tmp_path):
     folder = shutil.copytree(tiny, tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(BuildError, match=r"found pytorch_model\.bin, expected .*save_pretrained\("):
@@ -119,7 +119,7 @@ def pickled(draft: Path) -> Path:
     return draft
 
 
-def test_pickled_heads_are_read_as_plain_tensors(root: Path, fetched: set[str], tiny: Path, tmp_path: Path) -> None:
+def test_pickled_heads_are_read_as_plain_tensors(root, fetched, tiny, tmp_path):
     """From a folder and from the hub."""
     plain = make_eagle3(tmp_path / "plain", tiny)
     draft = shutil.copytree(plain, root / "owner" / "draft")
@@ -134,7 +134,7 @@ def test_pickled_heads_are_read_as_plain_tensors(root: Path, fetched: set[str], 
     assert of(fetched, "draft") == {"config.json", "pytorch_model.bin"}
 
 
-def test_heads_are_fetched_once(root: Path, fetched: set[str], tiny: Path) -> None:
+def test_heads_are_fetched_once(root, fetched, tiny):
     draft = make_eagle3(root / "owner" / "draft", tiny)
     (draft / "pytorch_model.bin").write_bytes(b"twice")
     read_eagle3("owner/draft")
@@ -148,7 +148,7 @@ class Harmful:
         return print, ("harm",)
 
 
-def test_pickled_code_is_not_run(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickled_code_is_not_run(tiny, tmp_path, capsys):
     draft = pickled(make_eagle3(tmp_path / "draft", tiny))
     torch.save({"fc.weight": Harmful()}, draft / "pytorch_model.bin")
     with pytest.raises(BuildError, match=r"pytorch_model\.bin: refused: only plain tensors .*save_file\(") as caught:
@@ -160,9 +160,7 @@ def test_pickled_code_is_not_run(tiny: Path, tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("content", "library"), [(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "sentencepiece"), (b"IQ== 0\n", "tiktoken")]
 )
-def test_missing_tokenizer_packages_are_named(
-    tiny: Path, tmp_path: Path, content: bytes, library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_tokenizer_packages_are_named(tiny, tmp_path, content, library, monkeypatch):
     folder = shutil.copytree(tiny, tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_bytes(content)
@@ -172,7 +170,7 @@ def test_missing_tokenizer_packages_are_named(
     assert ("tiktoken" in str(caught.value)) == (library == "tiktoken")
 
 
-def test_a_file_of_another_name_is_not_called_missing(tmp_path: Path) -> None:
+def test_a_file_of_another_name_is_not_called_missing(tmp_path):
     """As in Ollama's folder of blobs."""
     (tmp_path / "sha256-1f").write_bytes(b"GGUF")
     with pytest.raises(BuildError, match=r"sha256-1f: its name does not end in \.gguf; expected a Hugging Face model"):

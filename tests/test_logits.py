@@ -1,7 +1,6 @@
 """Log-probabilities, which are the target's own, and biases, penalties and least lengths, at every node of a tree."""
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import RequestError, SamplingParams
 from specexport.runtime.logits import Penalties, token_logprobs
 from specexport.runtime.speculative import PLAIN
-from tests.fixtures import Bundles, Engines
 from tests.reference import same_p
 from tests.streams import started, tokens_of
 
@@ -25,7 +23,7 @@ def log_softmax(row: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["dice-near", "dice-tree", "dice-medusa", "dice-ngram"])
-def test_logprobs_equal_transformers(name: str, engine: Engines, oracle: Callable[[str], Any]) -> None:
+def test_logprobs_equal_transformers(name, engine, oracle):
     exact = oracle(name)["next_logits"]
     for seed in range(20):
         params = SamplingParams(max_tokens=3, temperature=1.7, top_k=9, seed=seed, logprobs=4, ignore_eos=True)
@@ -41,7 +39,7 @@ def test_logprobs_equal_transformers(name: str, engine: Engines, oracle: Callabl
             assert [value for _, value in entry.top] == pytest.approx(expected[order[:4]].tolist(), abs=1e-4)
 
 
-def test_speculation_does_not_change_them(engine: Engines) -> None:
+def test_speculation_does_not_change_them(engine):
     params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=2, ignore_eos=True)
     fast, plain = (engine("llama-near").generate([17, 180, 33], params, None if on else PLAIN) for on in (True, False))
     assert fast.stats.accepted > 0
@@ -51,7 +49,7 @@ def test_speculation_does_not_change_them(engine: Engines) -> None:
         assert item.rank == other.rank == 1
 
 
-def test_logprobs_are_optional_and_zero_gives_the_tokens(engine: Engines) -> None:
+def test_logprobs_are_optional_and_zero_gives_the_tokens(engine):
     llama = engine("llama-near")
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     assert llama.generate([17], params).logprobs == ()
@@ -60,7 +58,7 @@ def test_logprobs_are_optional_and_zero_gives_the_tokens(engine: Engines) -> Non
     assert all(entry.logprob < 0 for entry in sampled)
 
 
-def test_a_tie_names_the_lower_token_first_and_padding_is_never_nan() -> None:
+def test_a_tie_names_the_lower_token_first_and_padding_is_never_nan():
     row = np.array([[0.0, 2.0, 2.0, -np.inf]], np.float32)
     (entry,) = token_logprobs(row, [0], [2], 4)
     assert [token for token, _ in entry.top] == [1, 2, 0, 3]
@@ -68,7 +66,7 @@ def test_a_tie_names_the_lower_token_first_and_padding_is_never_nan() -> None:
     assert entry.top[-1][1] == -np.inf
 
 
-def test_chunks_hold_those_of_their_own_tokens(engine: Engines) -> None:
+def test_chunks_hold_those_of_their_own_tokens(engine):
     params = SamplingParams(max_tokens=20, seed=2, logprobs=1, ignore_eos=True)
     with engine("llama-near").stream([17, 180], params) as stream:
         for chunk in stream:
@@ -80,7 +78,7 @@ def test_chunks_hold_those_of_their_own_tokens(engine: Engines) -> None:
 
 @pytest.mark.exporter
 @pytest.mark.parametrize("name", ["llama-near", "gemma2-equal", "qwen3-medusa", "llama-near-batch-portable"])
-def test_prompt_logprobs_equal_transformers(name: str, bundle: Bundles, engine: Engines) -> None:
+def test_prompt_logprobs_equal_transformers(name, bundle, engine):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -108,7 +106,7 @@ def test_prompt_logprobs_equal_transformers(name: str, bundle: Bundles, engine: 
         assert plain.token_ids == loaded.generate(prompt, params).token_ids
 
 
-def test_scored_prompts_run_beside_others(engine: Engines) -> None:
+def test_scored_prompts_run_beside_others(engine):
     loaded, params = engine("llama-near-batch"), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     texts = [[5 + at, *range(20, 120)] for at in range(6)]
     alone = [
@@ -127,14 +125,14 @@ def test_scored_prompts_run_beside_others(engine: Engines) -> None:
         )
 
 
-def test_a_prompt_that_cannot_be_scored_is_refused(engine: Engines) -> None:
+def test_a_prompt_that_cannot_be_scored_is_refused(engine):
     loaded, params = engine("llama-near"), SamplingParams(max_tokens=0, prompt_logprobs=0)
     with pytest.raises(RequestError, match="the prompt has 513 tokens, but the context holds 512"):
         loaded.generate([5] * 513, params)
     assert len(loaded.generate([5] * 512, params).prompt_logprobs) == 511
 
 
-def test_stop_tokens_end_the_output_as_the_end_of_text_does(engine: Engines) -> None:
+def test_stop_tokens_end_the_output_as_the_end_of_text_does(engine):
     llama = engine("llama-near")
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     whole = llama.generate([17, 180, 33], params)
@@ -173,7 +171,7 @@ def expected(logits: np.ndarray, output: list[int]) -> np.ndarray:
     return result
 
 
-def test_every_node_counts_its_own_path() -> None:
+def test_every_node_counts_its_own_path():
     random = np.random.default_rng(0)
     penalties = Penalties(SamplingParams(**ALL), PROMPT, (1, 9999), 300, ALL["min_tokens"])
     text: list[int] = []
@@ -190,7 +188,7 @@ def test_every_node_counts_its_own_path() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree", "qwen3-medusa"])
-def test_greedy_output_is_the_same_with_and_without_speculation(name: str, engine: Engines) -> None:
+def test_greedy_output_is_the_same_with_and_without_speculation(name, engine):
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, **ALL | {"min_tokens": 0})
     fast, plain = (engine(name).generate(PROMPT, params, None if on else PLAIN) for on in (True, False))
     assert fast.token_ids == plain.token_ids
@@ -199,7 +197,7 @@ def test_greedy_output_is_the_same_with_and_without_speculation(name: str, engin
     assert fast.token_ids != unchanged.token_ids
 
 
-def test_speculation_samples_the_same_penalized_distribution(engine: Engines) -> None:
+def test_speculation_samples_the_same_penalized_distribution(engine):
     near = engine("llama-near")
     # So few tokens that they repeat, with counts that matter from the first step on.
     bias = dict.fromkeys((40, 41, 42), 12.0)
@@ -224,7 +222,7 @@ def test_speculation_samples_the_same_penalized_distribution(engine: Engines) ->
     assert same_p(*counts) > 1e-4
 
 
-def test_an_output_is_no_shorter_than_it_has_to_be(engine: Engines) -> None:
+def test_an_output_is_no_shorter_than_it_has_to_be(engine):
     plain = engine("llama-near").generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
     second = plain.token_ids[1]
     for least in (0, 6):
@@ -240,6 +238,6 @@ def test_an_output_is_no_shorter_than_it_has_to_be(engine: Engines) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"logit_bias": {99999: 1.0}}, {"stop_token_ids": (1, 99999)}])
-def test_tokens_are_those_of_the_model(engine: Engines, wrong: dict[str, Any]) -> None:
+def test_tokens_are_those_of_the_model(engine, wrong):
     with pytest.raises(RequestError, match=f"{next(iter(wrong))} has token 99999; the model has tokens 0 to"):
         engine("llama-near").stream(PROMPT, SamplingParams(**wrong))

@@ -15,7 +15,6 @@ from specexport.runtime import SamplingParams
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN
 from specexport.tree_search import record_proposals
-from tests.fixtures import Engines
 
 NAME = "qwen3-lookahead"
 W, N, G = 5, 4, 4
@@ -32,7 +31,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("window", "ngram"), [(5, 4), (2, 4), (1, 3), (4, 2), (15, 5)])
-def test_the_window_follows_its_definition(window: int, ngram: int) -> None:
+def test_the_window_follows_its_definition(window, ngram):
     """Level l, column i stands at l + i, and sees columns up to i of level 0 and its own column of levels up to l."""
     trajectory = Trajectory(window, ngram, list(range(100, 100 + window + ngram - 3)))
     for level in range(1, ngram - 1):
@@ -51,7 +50,7 @@ def test_the_window_follows_its_definition(window: int, ngram: int) -> None:
         assert seen == {(0, c) for c in range(column + 1)} | {(upper, column) for upper in range(level + 1)}
 
 
-def test_each_level_says_the_next_and_columns_become_n_grams() -> None:
+def test_each_level_says_the_next_and_columns_become_n_grams():
     trajectory = Trajectory(2, 4, [10, 11, 12])
     assert trajectory.advance(1, [20, 21, 22]) == []  # what 10, 11, 12 said
     assert trajectory.nodes()[0] == [11, 12, 20, 21, 22]
@@ -61,7 +60,7 @@ def test_each_level_says_the_next_and_columns_become_n_grams() -> None:
     assert trajectory.nodes()[0] == [22, 31, 32, 41, 42]
 
 
-def test_a_pool_keeps_the_latest_of_each_token() -> None:
+def test_a_pool_keeps_the_latest_of_each_token():
     pool = NgramPool(2)
     for rest in ((1, 1), (2, 2), (1, 1), (3, 3)):
         pool.add(9, rest)
@@ -78,7 +77,7 @@ def view(tokens: list[int], guesses: int = G, slot: int = 0) -> SlotView:
     return SlotView(slot, tokens, GREEDY, np.random.default_rng(0), guess_tree(guesses, N))
 
 
-def test_guesses_precede_the_window_and_share_prefixes() -> None:
+def test_guesses_precede_the_window_and_share_prefixes():
     text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 6, 7, 8, 9, 1]
     proposer = LookaheadProposer(METHOD)
     proposals = proposer.propose([view(text), view([5, 5, 5, 5, 9], slot=1)])
@@ -95,7 +94,7 @@ def test_guesses_precede_the_window_and_share_prefixes() -> None:
     assert fewer.tokens.tolist() == [6, 7, 8]
 
 
-def test_without_seeding_there_are_no_guesses_at_first() -> None:
+def test_without_seeding_there_are_no_guesses_at_first():
     method = Lookahead(trees=METHOD.trees, window=W, ngram=N, guesses=G, prompt_seeding=False)
     assert len(LookaheadProposer(method).propose([view([1, 2, 3, 4, 1, 2, 3, 5, 1])])[0].tokens) == 0
 
@@ -104,7 +103,7 @@ def test_without_seeding_there_are_no_guesses_at_first() -> None:
 
 
 @pytest.mark.exporter
-def test_acceptance_is_that_of_a_plain_implementation(engine: Engines) -> None:
+def test_acceptance_is_that_of_a_plain_implementation(engine):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -191,7 +190,7 @@ def plain_lookahead(model: Any, prompt: list[int], first: list[int], count: int)
     return steps
 
 
-def test_steps_have_declared_widths(engine: Engines) -> None:
+def test_steps_have_declared_widths(engine):
     loaded = engine(NAME)
     widths = set(loaded.manifest.methods[0].widths())
     assert widths == {15, 18, 21, 27}
@@ -202,7 +201,7 @@ def test_steps_have_declared_widths(engine: Engines) -> None:
     assert len(seen) > 1
 
 
-def test_a_text_leaves_nothing_behind(engine: Engines) -> None:
+def test_a_text_leaves_nothing_behind(engine):
     loaded = engine(NAME)
     proposer = loaded.proposers["lookahead"]
     with loaded.stream([4, 5], GREEDY) as stream:
@@ -213,7 +212,7 @@ def test_a_text_leaves_nothing_behind(engine: Engines) -> None:
     assert proposer._slots == {}
 
 
-def test_requests_may_set_fewer_guesses(engine: Engines) -> None:
+def test_requests_may_set_fewer_guesses(engine):
     loaded = engine(NAME)
     prompt = prompts(1)[0] * 3
     plain = loaded.generate(prompt, GREEDY, PLAIN).token_ids
@@ -230,7 +229,7 @@ def test_requests_may_set_fewer_guesses(engine: Engines) -> None:
 
 
 @pytest.mark.exporter
-def test_sizes_that_are_built() -> None:
+def test_sizes_that_are_built():
     from specexport.exporter.method import TargetInfo, exporter_of
 
     def planned(wanted: str, parameters: float = 1) -> Lookahead:

@@ -25,7 +25,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import SlotView, longest_chain
 from specexport.runtime.speculative import PLAIN
 from specexport.tree_search import record_proposals
-from tests.fixtures import Bundles, Engines
+from tests.fixtures import Bundles
 from tests.manifests import curve
 from tests.serving import served
 
@@ -61,7 +61,7 @@ def longest_suffix(text: Sequence[int], within: Sequence[int], least: int) -> in
 
 
 @given(texts, st.integers(1, 3), st.integers(0, 3), st.data())
-def test_the_index_equals_a_scan(text: list[int], shortest: int, more: int, data: Any) -> None:
+def test_the_index_equals_a_scan(text, shortest, more, data):
     longest = shortest + more
     index = NgramIndex(shortest, longest)
     cut = data.draw(st.integers(0, len(text)))
@@ -77,7 +77,7 @@ def test_the_index_equals_a_scan(text: list[int], shortest: int, more: int, data
     assert index.match() == expected
 
 
-def test_a_lookup_of_long_n_grams_takes_no_more_memory_and_bounded_time() -> None:
+def test_a_lookup_of_long_n_grams_takes_no_more_memory_and_bounded_time():
     text = [int(token) for token in np.random.default_rng(3).integers(0, 50, 4000)]
     sizes = []
     for longest in (2, 32):
@@ -97,7 +97,7 @@ def test_a_lookup_of_long_n_grams_takes_no_more_memory_and_bounded_time() -> Non
 
 
 @given(texts, st.integers(1, 12))
-def test_a_continuation_is_the_texts_own_and_then_periodic(text: list[int], count: int) -> None:
+def test_a_continuation_is_the_texts_own_and_then_periodic(text, count):
     index = NgramIndex(1, 3)
     index.extend(text)
     if (match := index.match()) is not None:
@@ -118,7 +118,7 @@ def automaton(text: Sequence[int]) -> SuffixAutomaton:
 
 
 @given(texts)
-def test_the_automaton_holds_every_substring_with_its_count(text: list[int]) -> None:
+def test_the_automaton_holds_every_substring_with_its_count(text):
     suffixes = automaton(text)
     for start in range(len(text)):
         for end in range(start + 1, len(text) + 1):
@@ -129,12 +129,12 @@ def test_the_automaton_holds_every_substring_with_its_count(text: list[int]) -> 
 
 
 @given(texts, st.lists(st.integers(0, 3), min_size=1, max_size=4))
-def test_the_automaton_holds_nothing_else(text: list[int], part: list[int]) -> None:
+def test_the_automaton_holds_nothing_else(text, part):
     assert (automaton(text).find(part) is not None) == bool(occurrences(text, part))
 
 
 @given(st.lists(st.integers(0, 1), min_size=60, max_size=90), st.integers(1, 4))
-def test_counts_of_long_texts_never_exceed_the_truth(text: list[int], length: int) -> None:
+def test_counts_of_long_texts_never_exceed_the_truth(text, length):
     suffixes = automaton(text)
     for start in range(len(text) - length + 1):
         state = suffixes.find(text[start : start + length])
@@ -142,7 +142,7 @@ def test_counts_of_long_texts_never_exceed_the_truth(text: list[int], length: in
         assert 1 <= suffixes.count(state) <= len(occurrences(text, text[start : start + length]))
 
 
-def test_counts_fall_behind_only_where_one_pattern_fills_the_text() -> None:
+def test_counts_fall_behind_only_where_one_pattern_fills_the_text():
     periodic = automaton([7] * 100)
     state = periodic.find([7])
     assert state is not None
@@ -156,7 +156,7 @@ def test_counts_fall_behind_only_where_one_pattern_fills_the_text() -> None:
 
 
 @given(short_texts, short_texts)
-def test_a_match_is_the_longest_suffix_that_occurs(held: list[int], text: list[int]) -> None:
+def test_a_match_is_the_longest_suffix_that_occurs(held, text):
     suffixes = automaton(held)
     state = length = 0
     for end, token in enumerate(text, start=1):
@@ -166,7 +166,7 @@ def test_a_match_is_the_longest_suffix_that_occurs(held: list[int], text: list[i
 
 
 @given(texts, st.integers(1, 6), st.sampled_from([0.0, 0.3, 0.6]))
-def test_continuations_are_the_most_frequent(text: list[int], limit: int, least: float) -> None:
+def test_continuations_are_the_most_frequent(text, limit, least):
     suffixes = automaton(text)
     state, length = suffixes.repeated_suffix()
     tokens, expected = suffixes.continuation(state, limit, least)
@@ -189,7 +189,7 @@ def test_continuations_are_the_most_frequent(text: list[int], limit: int, least:
 # --- the store --------------------------------------------------------------------------------------------------------
 
 
-def test_a_store_forgets_the_oldest_and_keeps_its_bound() -> None:
+def test_a_store_forgets_the_oldest_and_keeps_its_bound():
     store = OutputStore(40)
     for start in range(0, 300, 10):
         store.add(list(range(start, start + 7)))
@@ -205,7 +205,7 @@ def test_a_store_forgets_the_oldest_and_keeps_its_bound() -> None:
     assert any(automaton.find([1098, 1099]) is not None for automaton in store.automata)
 
 
-def test_outputs_too_short_to_match_are_not_stored() -> None:
+def test_outputs_too_short_to_match_are_not_stored():
     store = OutputStore(40)
     store.add([1, 2])
     assert len(store) == 0
@@ -216,7 +216,7 @@ def test_outputs_too_short_to_match_are_not_stored() -> None:
 # --- proposing --------------------------------------------------------------------------------------------------------
 
 
-def test_the_longest_chain_that_fits() -> None:
+def test_the_longest_chain_that_fits():
     chains = [TokenTree.chain(size + 1) for size in (4, 8, 2)]
     for request, length, size in ((8, 20, 8), (8, 7, 4), (4, 20, 4), (8, 2, 2), (8, 1, None), (2, 8, 2)):
         proposal = longest_chain(chains, TokenTree.chain(request + 1), range(length))
@@ -224,7 +224,7 @@ def test_the_longest_chain_that_fits() -> None:
         assert proposal is None or proposal.tokens.tolist() == list(range(len(proposal.tree) - 1))
 
 
-def test_ngram_trusts_longer_matches_with_longer_chains() -> None:
+def test_ngram_trusts_longer_matches_with_longer_chains():
     proposer = NgramProposer(Ngram(trees=chains(8, 4, 2), prompt_lookup_max=4, prompt_lookup_min=2))
     for matched, size in ((1, None), (2, 4), (3, 4), (4, 8), (9, 8)):
         text = [*range(100, 130), 7, 8, *range(100, 100 + matched)]
@@ -239,7 +239,7 @@ def test_ngram_trusts_longer_matches_with_longer_chains() -> None:
             assert proposals[0].candidates.shape == (size, 1)
 
 
-def test_suffix_proposes_more_for_longer_matches_and_surer_continuations() -> None:
+def test_suffix_proposes_more_for_longer_matches_and_surer_continuations():
     proposer = SuffixProposer(Suffix(trees=chains(8, 4, 2, 1), max_spec_factor=1.0, min_token_prob=0.5))
     for matched, size in ((1, 1), (2, 2), (3, 2), (4, 4), (8, 8)):
         proposals = proposer.propose([view([*range(100, 130), 7, *range(100, 100 + matched)], 8)])[0]
@@ -250,7 +250,7 @@ def test_suffix_proposes_more_for_longer_matches_and_surer_continuations() -> No
     assert proposer.propose([view(text, 8)])[0].tokens.tolist() == [5]
 
 
-def test_slots_do_not_see_each_other() -> None:
+def test_slots_do_not_see_each_other():
     text = [*range(10, 30), 10, 11, 12, 13]
     for proposer in (
         NgramProposer(Ngram(trees=chains(4), prompt_lookup_max=4, prompt_lookup_min=2)),
@@ -261,7 +261,7 @@ def test_slots_do_not_see_each_other() -> None:
         assert proposed == {0: [14, 15, 16, 17], 2: [15, 16, 17, 18]}
 
 
-def test_a_store_lets_a_request_use_another_ones_output() -> None:
+def test_a_store_lets_a_request_use_another_ones_output():
     method = Suffix(trees=chains(4, 2), max_spec_factor=1.0, min_token_prob=0.1)
     store = OutputStore(200)
     proposer = SuffixProposer(method, store)
@@ -281,7 +281,7 @@ def test_a_store_lets_a_request_use_another_ones_output() -> None:
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
-def test_repetitions_take_fewer_steps(engine: Engines) -> None:
+def test_repetitions_take_fewer_steps(engine):
     loaded = engine(NAME)
     long = GREEDY.replace(max_tokens=120)
     for method in ("ngram", "suffix"):
@@ -291,7 +291,7 @@ def test_repetitions_take_fewer_steps(engine: Engines) -> None:
         assert sampled.token_ids == loaded.generate(COPY, long.replace(temperature=1.0, seed=4), method).token_ids
 
 
-def test_steps_verify_declared_chains_up_to_the_requested_size(engine: Engines) -> None:
+def test_steps_verify_declared_chains_up_to_the_requested_size(engine):
     loaded = engine(NAME)
     for method, size in WAYS:
         with record_proposals(loaded, method) as recorder:
@@ -307,7 +307,7 @@ def state(engine: Engine) -> list[dict[int, Any]]:
     return [ngram._slots, suffix._slots]
 
 
-def test_requests_mix_methods_and_leave_nothing_behind(engine: Engines) -> None:
+def test_requests_mix_methods_and_leave_nothing_behind(engine):
     loaded = engine(NAME)
     sampled = GREEDY.replace(temperature=0.9, seed=6)
     methods = ("draft_model", "ngram", "suffix")
@@ -318,7 +318,7 @@ def test_requests_mix_methods_and_leave_nothing_behind(engine: Engines) -> None:
         assert state(loaded) == [{}, {}]
 
 
-def test_cancelled_requests_leave_nothing_behind(engine: Engines) -> None:
+def test_cancelled_requests_leave_nothing_behind(engine):
     loaded = engine(NAME)
     for method, slots in zip(("ngram", "suffix"), state(loaded), strict=True):
         whole = loaded.generate(COPY, GREEDY, method).token_ids
@@ -335,7 +335,7 @@ def test_cancelled_requests_leave_nothing_behind(engine: Engines) -> None:
         assert slots == {}
 
 
-def test_an_engine_keeps_earlier_outputs_on_request(bundle: Bundles, engine: Engines) -> None:
+def test_an_engine_keeps_earlier_outputs_on_request(bundle, engine):
     with Engine.load(bundle(NAME), threads=1, methods={"method": "suffix", "store_tokens": 400}) as loaded:
         plain = loaded.generate(RANDOM, GREEDY, PLAIN)
         runs = [loaded.generate(RANDOM, GREEDY, "suffix") for _ in range(3)]
@@ -354,7 +354,7 @@ def test_an_engine_keeps_earlier_outputs_on_request(bundle: Bundles, engine: Eng
 
 
 @pytest.mark.exporter
-def test_verify_covers_look_ups(bundle: Bundles) -> None:
+def test_verify_covers_look_ups(bundle):
     from specexport.verify.bundle import verify
 
     report = verify(bundle(NAME), prompts=("one two three one two three one", "some words"), max_tokens=24)
@@ -364,7 +364,7 @@ def test_verify_covers_look_ups(bundle: Bundles) -> None:
 
 
 @pytest.mark.exporter
-def test_a_method_is_built_once() -> None:
+def test_a_method_is_built_once():
     from specexport.exporter.options import BuildOptions
 
     with pytest.raises(BuildError, match="method 'ngram' was given twice"):
@@ -372,7 +372,7 @@ def test_a_method_is_built_once() -> None:
 
 
 @pytest.mark.exporter
-def test_build_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_on_the_command_line(tmp_path, capsys):
     from tests.checkpoints import make_checkpoint
 
     target = str(make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1))
@@ -411,7 +411,7 @@ def free(folder: Path) -> Iterator[Engine]:
         yield engine
 
 
-def test_repeated_text_is_looked_up(free: Engine) -> None:
+def test_repeated_text_is_looked_up(free):
     plain = free.generate(REPEATED, LONG, PLAIN)
     assert plain.stats.drafted == 0
     for arguments in (None, "auto", {"method": "auto"}):
@@ -425,7 +425,7 @@ def test_repeated_text_is_looked_up(free: Engine) -> None:
     assert few.stats.accepted > 0
 
 
-def test_it_is_left_where_it_does_not_pay(folder: Path) -> None:
+def test_it_is_left_where_it_does_not_pay(folder):
     dear = curve(read_manifest(folder), lambda _, tokens: float(tokens) ** 2)
     with Engine.load(folder, threads=1, costs=dear) as engine:
         done = engine.generate(REPEATED, LONG)
@@ -434,7 +434,7 @@ def test_it_is_left_where_it_does_not_pay(folder: Path) -> None:
         assert done.stats.steps > 0.8 * len(done.token_ids)
 
 
-def test_nothing_is_looked_up_where_nothing_was_measured(folder: Path) -> None:
+def test_nothing_is_looked_up_where_nothing_was_measured(folder):
     with Engine.load(folder, threads=1, calibrate=False) as engine:
         assert engine.costs is None
         assert engine.generate(REPEATED, LONG).stats.drafted == 0
@@ -442,9 +442,7 @@ def test_nothing_is_looked_up_where_nothing_was_measured(folder: Path) -> None:
             engine.stream(REPEATED, LONG, {"num_speculative_tokens": 2})
 
 
-def test_it_is_measured_when_it_is_first_opened(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_measured_when_it_is_first_opened(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path))
     monkeypatch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", True)
     with Engine.load(folder, threads=1) as engine:
@@ -457,13 +455,13 @@ def test_it_is_measured_when_it_is_first_opened(
     assert all(row["lossless"] for row in rows)
 
 
-def test_inspect_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_so(folder, capsys):
     assert main(["inspect", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert ("text is looked up where that pays" in shown) == (not read_manifest(folder).methods)
 
 
-def test_the_server_lists_every_method(folder: Path, bundle: Bundles) -> None:
+def test_the_server_lists_every_method(folder, bundle):
     with served(folder) as server:
         model, *_ = httpx.get(f"{server.url}/v1/models").json()["data"]
         assert {method["name"]: method["num_speculative_tokens"] for method in model["methods"]} == {

@@ -5,7 +5,6 @@ import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime import step as step_module
 from specexport.runtime.sampling import Distributions, accept_sampled, target_distribution
 from specexport.runtime.speculative import PLAIN, Speculative
-from tests.fixtures import Bundles, Engines
 from tests.reference import Text, draw_candidates, exact_texts, prefix_p_values, text_distribution, warped
 
 RUNS, ENGINE_RUNS = 3_000, 1_200
@@ -52,7 +50,7 @@ ALL_BUNDLES = GREEDY_BUNDLES + TREE_BUNDLES + OTHER_BUNDLES + HYBRID_BUNDLES + P
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK_BUNDLES else pytest.mark.slow) for name in ALL_BUNDLES]
 )
-def test_greedy_text_equals_transformers(name: str, engine: Engines, oracle: Callable[[str], Any]) -> None:
+def test_greedy_text_equals_transformers(name, engine, oracle):
     """For every tree of every method, and without speculation; ``oracle`` is ``generate(do_sample=False)``."""
     cases = oracle(name)["greedy"]
     assert len(cases) >= 20
@@ -76,7 +74,7 @@ def same_but_for_ties(case: dict[str, Any], tokens: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.slow
-def test_greedy_drafts_are_accepted_as_far_as_they_are_good(engine: Engines, oracle: Callable[[str], Any]) -> None:
+def test_greedy_drafts_are_accepted_as_far_as_they_are_good(engine, oracle):
     """The texts above were made in all the ways there are: drafts mostly rejected, mixed, and all accepted."""
     rates = {}
     for name in GREEDY_BUNDLES:
@@ -93,7 +91,7 @@ def test_greedy_drafts_are_accepted_as_far_as_they_are_good(engine: Engines, ora
 
 
 @pytest.mark.slow
-def test_trees_are_walked(engine: Engines, oracle: Callable[[str], Any]) -> None:
+def test_trees_are_walked(engine, oracle):
     """Every depth is reached, and none always: what the texts above are made of."""
     for name in (*TREE_BUNDLES, "qwen3-mlp"):
         reached = np.zeros(3)
@@ -117,9 +115,7 @@ def ways(engine: Engine) -> list[Speculative]:
 
 
 @pytest.mark.parametrize("name", ["llama-near", "qwen3-medusa"])
-def test_methods_that_need_no_graph_work_in_every_bundle(
-    name: str, engine: Engines, oracle: Callable[[str], Any]
-) -> None:
+def test_methods_that_need_no_graph_work_in_every_bundle(name, engine, oracle):
     """A bundle that was built without them verifies their chains too."""
     loaded = engine(name)
     sizes = {"ngram": (8, 4, 2), "suffix": (8, 4, 2), "hypothesis": (8, 4, 2)}
@@ -190,9 +186,7 @@ ENGINE_SETTINGS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ENGINE_SETTINGS, ids=str)
-def test_the_engine_samples_the_target_distribution(
-    setting: Setting, engine: Engines, oracle: Callable[[str], Any]
-) -> None:
+def test_the_engine_samples_the_target_distribution(setting, engine, oracle):
     texts, rate = engine_texts(engine(f"dice-{setting.draft}"), setting)
     exact = exact_texts(oracle(f"dice-{setting.draft}")["next_logits"], setting.params, LENGTH)
     assert_distributed(texts, exact)
@@ -200,7 +194,7 @@ def test_the_engine_samples_the_target_distribution(
 
 
 @pytest.mark.slow
-def test_a_store_of_earlier_outputs_changes_nothing(bundle: Bundles, oracle: Callable[[str], Any]) -> None:
+def test_a_store_of_earlier_outputs_changes_nothing(bundle, oracle):
     setting = Setting("suffix", 5, SamplingParams(temperature=0.9))
     with Engine.load(bundle("dice-suffix"), threads=1, methods={"method": "suffix", "store_tokens": 200}) as engine:
         texts, _ = engine_texts(engine, setting)
@@ -309,19 +303,19 @@ class Tables:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ALL_SETTINGS, ids=str)
-def test_acceptance_keeps_the_target_distribution(setting: Setting) -> None:
+def test_acceptance_keeps_the_target_distribution(setting):
     tables = Tables(setting.draft)
     assert_distributed(tables.texts(TokenTree.chain(setting.K + 1), setting.params), tables.exact(setting.params))
 
 
 @pytest.mark.slow
-def test_a_draft_that_considers_few_candidates_changes_nothing() -> None:
+def test_a_draft_that_considers_few_candidates_changes_nothing():
     tables, params = Tables("near"), SamplingParams()
     assert_distributed(tables.texts(TokenTree.chain(4), params, candidates=3), tables.exact(params))
 
 
 @pytest.mark.slow
-def test_tokens_chosen_without_drawing_change_nothing() -> None:
+def test_tokens_chosen_without_drawing_change_nothing():
     """Any fixed choice is a draft with q = 1; so is one made by chance that has nothing to do with the text."""
 
     def without_q(logits: Floats, tree: Any, tokens: Any, _: Any, params: Any, noise: Any) -> Accepted:
@@ -337,7 +331,7 @@ TREE = TokenTree((-1, 0, 0, 0, 1, 1, 2, 4, 4))
 @pytest.mark.slow
 @pytest.mark.parametrize("params", FILTERS, ids=lambda p: f"t{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}")
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_acceptance_over_a_tree_keeps_the_target_distribution(draft: str, params: SamplingParams) -> None:
+def test_acceptance_over_a_tree_keeps_the_target_distribution(draft, params):
     """Siblings are drawn or the most probable ones in turn: each draft and each filter meets both."""
     tables, drawn = Tables(draft), (DRAFTS.index(draft) + FILTERS.index(params)) % 2 == 0
     assert_distributed(tables.texts(TREE, params, drawn=drawn), tables.exact(params))
@@ -370,7 +364,7 @@ def off_by_one(logits: Floats, tree: Any, tokens: Any, q: Any, params: Any, nois
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [without_residual, with_one_noise, always, off_by_one])
 @pytest.mark.parametrize("draft", ["bad", "near"])
-def test_a_wrong_acceptance_is_found_out(draft: str, wrong: Accept) -> None:
+def test_a_wrong_acceptance_is_found_out(draft, wrong):
     tables, params = Tables(draft), SamplingParams()
     with pytest.raises(AssertionError):
         assert_distributed(tables.texts(TokenTree.chain(4), params, ENGINE_RUNS, wrong), tables.exact(params))
@@ -378,9 +372,7 @@ def test_a_wrong_acceptance_is_found_out(draft: str, wrong: Accept) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [without_residual, with_one_noise, always])
-def test_an_engine_that_accepts_wrongly_is_found_out(
-    engine: Engines, oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, wrong: Accept
-) -> None:
+def test_an_engine_that_accepts_wrongly_is_found_out(engine, oracle, monkeypatch, wrong):
     monkeypatch.setattr(step_module, "accept_sampled", wrong)
     setting = ENGINE_SETTINGS[1]
     texts, _ = engine_texts(engine(f"dice-{setting.draft}"), setting)
@@ -393,7 +385,7 @@ def test_an_engine_that_accepts_wrongly_is_found_out(
 
 @pytest.mark.exporter
 @pytest.mark.slow
-def test_the_benchmark_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_resumes(tmp_path, capsys):
     def run(*flags: str) -> int:
         arguments = argparse.ArgumentParser()
         losslessness.add_arguments(arguments)
@@ -415,7 +407,7 @@ def test_the_benchmark_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str
         run("--samples", "400")
 
 
-def test_benchmark_cells_are_unique_with_disjoint_seeds() -> None:
+def test_benchmark_cells_are_unique_with_disjoint_seeds():
     cells = losslessness.cells()
     true = [cell for cell in cells if not cell.bias]
     assert len(set(true)) == len(true) == len(losslessness.WAYS) * 2 * len(losslessness.SAMPLING)
@@ -428,7 +420,7 @@ def test_benchmark_cells_are_unique_with_disjoint_seeds() -> None:
 
 
 @pytest.mark.parametrize(("bias", "share"), [("", 0.5), (losslessness.SHIFT, 0.51), (losslessness.FACTOR, 0.505)])
-def test_biased_acceptance_has_its_bias(bias: str, share: float) -> None:
+def test_biased_acceptance_has_its_bias(bias, share):
     logits, q = np.zeros((2, 2), np.float32), Distributions(np.array([[0, 1]]), np.array([[1.0, 0.0]], np.float32))
     steps = [
         losslessness.ACCEPT[bias](
@@ -439,7 +431,7 @@ def test_biased_acceptance_has_its_bias(bias: str, share: float) -> None:
     assert np.mean([len(path) for path, _ in steps]) == pytest.approx(share)
 
 
-def test_p_values_that_are_too_small_or_not_uniform_are_found() -> None:
+def test_p_values_that_are_too_small_or_not_uniform_are_found():
     def rows(p: npt.NDArray[np.float64]) -> list[losslessness.Row]:
         row = ("ngram, chain", "alone", "T 1.0", "", 1)
         return [losslessness.Row(*row, column.tolist(), 1, 1, [1, 0, 0], {}, 0.0) for column in p]
@@ -452,9 +444,7 @@ def test_p_values_that_are_too_small_or_not_uniform_are_found() -> None:
     assert losslessness.summary(rows(uniform**2))["overall"] < losslessness.LEVEL
 
 
-def test_the_benchmark_of_exactness_decodes_in_every_way_and_says_where_texts_part(
-    engine: Engines, bundle: Bundles
-) -> None:
+def test_the_benchmark_of_exactness_decodes_in_every_way_and_says_where_texts_part(engine, bundle):
     name, prompts = "qwen3-lookup-batch", [[5, 6, 7, 8, 5, 6, 7], [9, 10, 11], [40], [5, 6, 5, 6], [70, 71]]
     loaded, cells = engine(name), exactness.cells(bundle(name), "fp32")
     plain = exactness._plain(loaded, prompts, 12)

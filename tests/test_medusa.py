@@ -65,7 +65,7 @@ def logits(heads: MedusaHeads, lm_head: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_written_files_are_read_back(tmp_path: Path, layers: int, tied: bool) -> None:
+def test_written_files_are_read_back(tmp_path, layers, tied):
     heads, lm_head = random_heads(layers, tied=tied), torch.randn(V, H)
     tree = [[0], [1], [0, 0]]
     save_medusa(tmp_path, heads, lm_head, base="x", accuracy=ACCURACY, dtype=torch.float32)
@@ -91,13 +91,13 @@ def fasterdecoding(folder: Path, **config: Any) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_fewer_heads_than_the_file_holds(tmp_path: Path) -> None:
+def test_fewer_heads_than_the_file_holds(tmp_path):
     """Published configurations ask for fewer heads than were trained."""
     torch.save(fasterdecoding(tmp_path, medusa_num_heads=2), tmp_path / "medusa_lm_head.pt")
     assert len(read_medusa(tmp_path).load(hidden=H, vocab=V)) == 2
 
 
-def test_a_full_model_with_heads(tmp_path: Path) -> None:
+def test_a_full_model_with_heads(tmp_path):
     model = make_checkpoint(tmp_path / "model", "llama")
     state = load_file(model / "model.safetensors")
     heads = fasterdecoding(tmp_path / "heads")
@@ -136,7 +136,7 @@ def without(name: str) -> Any:
     ],
 )
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])
-def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, change: Any, reason: str, kind: str) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, change, reason, kind):
     state = fasterdecoding(tmp_path)
     change(state)
     file = tmp_path / f"medusa_lm_head.{kind}"
@@ -156,7 +156,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, change: Any
         ([torch.zeros(2)], "holds list; expected a dictionary of tensors"),
     ],
 )
-def test_files_with_code_are_refused(tmp_path: Path, content: Any, reason: str) -> None:
+def test_files_with_code_are_refused(tmp_path, content, reason):
     """Pickles, and torch's files of them."""
     fasterdecoding(tmp_path)
     file = tmp_path / "medusa_lm_head.pt"
@@ -179,13 +179,13 @@ def test_files_with_code_are_refused(tmp_path: Path, content: Any, reason: str) 
         ({"tie_lm_head": True}, r"'0.1.weight' is \[3\d\d, 64\], expected \[64, 64\]"),
     ],
 )
-def test_a_wrong_configuration_is_refused(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+def test_a_wrong_configuration_is_refused(tmp_path, config, reason):
     save_file(fasterdecoding(tmp_path, **config), tmp_path / "medusa_lm_head.safetensors")
     with pytest.raises(BuildError, match=reason):
         read_medusa(tmp_path).load(hidden=H, vocab=V)
 
 
-def test_folders_without_heads_are_refused(tmp_path: Path) -> None:
+def test_folders_without_heads_are_refused(tmp_path):
     with pytest.raises(BuildError, match="no such folder"):
         read_medusa(tmp_path / "gone").load(hidden=H, vocab=V)
     with pytest.raises(BuildError, match="no Medusa heads"):
@@ -223,9 +223,7 @@ def built(tmp_path: Path, checkpoints: dict[str, str]) -> Callable[..., Path]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
 @pytest.mark.parametrize("heads", ["heads", "tied"])
-def test_graphs_propose_the_heads_candidates(
-    built: Callable[..., Path], checkpoints: dict[str, str], heads: str, precision: Any
-) -> None:
+def test_graphs_propose_the_heads_candidates(built, checkpoints, heads, precision):
     out = built(*ways(medusa=checkpoints[heads]), max_seq_len=256, precision=precision)
     report = verify(out, prompts=("the words of a text", "other words"), max_tokens=16)
     assert report.verdict == "passed", report
@@ -233,9 +231,7 @@ def test_graphs_propose_the_heads_candidates(
     assert check.numbers["positions"] >= 24
 
 
-def test_heads_are_stored_in_fewer_bits_than_an_exact_target(
-    built: Callable[..., Path], tmp_path: Path, checkpoints: dict[str, str]
-) -> None:
+def test_heads_are_stored_in_fewer_bits_than_an_exact_target(built, tmp_path, checkpoints):
     for precision in ("int8", "fp32"):
         out = built(*ways(medusa=checkpoints["tied"]), name=precision, draft_precision=precision)
         model = onnx.load(out / "target" / "step.onnx", load_external_data=False)
@@ -252,7 +248,7 @@ def test_heads_are_stored_in_fewer_bits_than_an_exact_target(
     assert plain[0] == plain[1]
 
 
-def test_sizes_make_the_trees_that_suit_the_heads(built: Callable[..., Path], tmp_path: Path) -> None:
+def test_sizes_make_the_trees_that_suit_the_heads(built, tmp_path):
     heads = random_heads(1, tied=True)
     save_medusa(tmp_path / "heads", heads, torch.zeros(V, H), base="x", accuracy=ACCURACY)
     (method,) = read_manifest(built(*ways(medusa=tmp_path / "heads", sizes=(4, 1, 7)))).methods
@@ -273,15 +269,13 @@ def test_sizes_make_the_trees_that_suit_the_heads(built: Callable[..., Path], tm
         ({"trees": ("nowhere.json",)}, "nowhere.json: no such file, and no preset"),
     ],
 )
-def test_invalid_head_options_are_refused(
-    built: Callable[..., Path], tmp_path: Path, checkpoints: dict[str, str], options: dict[str, Any], reason: str
-) -> None:
+def test_invalid_head_options_are_refused(built, tmp_path, checkpoints, options, reason):
     with pytest.raises(BuildError, match=reason):
         built(*ways(medusa=checkpoints["heads"], **options))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_thresholds_out_of_range_are_refused() -> None:
+def test_thresholds_out_of_range_are_refused():
     with pytest.raises(BuildError, match=r"posterior_alpha is 2\.0"):
         BuildOptions(target="x", output=Path("y"), posterior_alpha=2.0)
 
@@ -300,7 +294,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, str]) 
     return build(options)
 
 
-def test_requests_choose_a_method_and_a_tree(both: Path) -> None:
+def test_requests_choose_a_method_and_a_tree(both):
     with Engine.load(both) as engine:
         assert list(engine.methods)[:2] == ["draft_model", "medusa"]
         plain = engine.generate([9, 8, 7], GREEDY, PLAIN)
@@ -315,7 +309,7 @@ def test_requests_choose_a_method_and_a_tree(both: Path) -> None:
             engine.generate([9], GREEDY, {"method": "medusa", "num_speculative_tokens": 4})
 
 
-def test_wide_trees_reach_the_end_of_the_context(both: Path) -> None:
+def test_wide_trees_reach_the_end_of_the_context(both):
     with Engine.load(both) as engine:
         for length in (1, 2, 100, 159):
             prompt = [3 + i % 200 for i in range(length)]
@@ -327,7 +321,7 @@ def test_wide_trees_reach_the_end_of_the_context(both: Path) -> None:
             assert len(prompt) + len(completion.token_ids) == 160
 
 
-def test_requests_default_to_the_bundles_thresholds(both: Path) -> None:
+def test_requests_default_to_the_bundles_thresholds(both):
     """At zero, everything that is possible at all is accepted."""
     with Engine.load(both) as engine:
         typical = SamplingParams(temperature=1.0, acceptance="typical", max_tokens=40, seed=3, ignore_eos=True)
@@ -341,7 +335,7 @@ def test_requests_default_to_the_bundles_thresholds(both: Path) -> None:
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def test_build_run_and_inspect(tmp_path: Path, checkpoints: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_run_and_inspect(tmp_path, checkpoints, capsys):
     tree, out = tmp_path / "tree.json", tmp_path / "bundle"
     tree.write_text("[[0], [1], [0, 0], [0, 0, 0]]")
     words = [
@@ -387,7 +381,7 @@ def options(target: Path, tmp_path: Path) -> Callable[..., MedusaTraining]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_read_the_language_model_heads_input(family: str) -> None:
+def test_heads_read_the_language_model_heads_input(family):
     model: Any = make_model(family)
     ids = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
     rows = torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -402,7 +396,7 @@ def test_heads_read_the_language_model_heads_input(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
-def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path: Path, tied: bool) -> None:
+def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path, tied):
     model: Any = make_model("llama")
     windows = windows_of(LANGUAGE)
     heads = new_heads(4, 1, model, tied=tied)
@@ -423,9 +417,7 @@ def test_heads_learn_a_language_over_a_model_that_stays_as_it_was(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
-    options: Callable[..., MedusaTraining], tmp_path: Path
-) -> None:
+def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(options, tmp_path):
     work = tmp_path / "kept"
     train_medusa(options(work=work), silent)
     with pytest.raises(TrainError, match=r"kept: .* with lr 0\.001, not 0\.002.*--work"):
@@ -456,9 +448,7 @@ def test_work_of_another_training_and_what_is_not_a_checkpoint_are_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
-def test_cached_states_train_the_same_heads_which_read_back_the_same_in_both_forms(
-    options: Callable[..., MedusaTraining], tmp_path: Path, tied: bool
-) -> None:
+def test_cached_states_train_the_same_heads_which_read_back_the_same_in_both_forms(options, tmp_path, tied):
     streamed = options(tie_lm_head=tied)
     cached = options(tie_lm_head=tied, output=tmp_path / "cached", cache_hidden=True)
     record = train_medusa(streamed, silent)
@@ -482,9 +472,7 @@ def test_cached_states_train_the_same_heads_which_read_back_the_same_in_both_for
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
 @pytest.mark.parametrize("tune", ["lora", "full"])
-def test_a_model_trained_with_its_heads_is_read_as_model_and_as_heads(
-    options: Callable[..., MedusaTraining], tune: str, tied: bool
-) -> None:
+def test_a_model_trained_with_its_heads_is_read_as_model_and_as_heads(options, tune, tied):
     settings = {"stage": 2, "tune": tune, "tie_lm_head": tied, "self_distill": 16, "base_lr": 1e-3, "steps": 8}
     changed_options = options(**settings)
     record = train_medusa(changed_options, silent)
@@ -502,9 +490,7 @@ def test_a_model_trained_with_its_heads_is_read_as_model_and_as_heads(
 
 
 @pytest.mark.slow
-def test_the_command_prints_accuracies_or_the_record(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_accuracies_or_the_record(target, tmp_path, capsys):
     data = str(write_words(tmp_path))
     words = ["train", "medusa", "--target", str(target), "--data", data, "--steps", "2", "--seq-len", "32"]
     assert main([*words, "--tie-lm-head", "-o", str(tmp_path / "a"), "--json"]) == 0
@@ -519,7 +505,7 @@ def test_the_command_prints_accuracies_or_the_record(
 
 
 @pytest.mark.slow
-def test_heads_of_another_shape_are_refused_by_name(options: Callable[..., MedusaTraining]) -> None:
+def test_heads_of_another_shape_are_refused_by_name(options):
     settings = options()
     train_medusa(settings, silent)
     file = settings.output / "medusa_lm_head.safetensors"

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specexport.contract.errors import BuildError
-from specexport.contract.model import StoredAs
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
 from specexport.exporter import build as building
@@ -91,13 +90,13 @@ def _step_graph(loaded: Checkpoint, *, branches: bool) -> ir.Model:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_step_graph_equals_transformers(family: Family, form: str) -> None:
+def test_step_graph_equals_transformers(family, form):
     parity.require_parity(family.checkpoint, "portable")
     worst = differences(family, family.folder / form, (2 * WINDOW + 5, WINDOW + 3), 8, 40)
     assert max(worst.values()) < TOLERANCE, worst
 
 
-def test_experts_of_a_cpu_are_products_of_their_own(family: Family) -> None:
+def test_experts_of_a_cpu_are_products_of_their_own(family):
     """Each with its matrices in a branch, none gathered."""
     graph = ir.load(family.folder / "branches.onnx").graph
     assert not any(gathers_experts(node, 3) for node in graph)
@@ -109,7 +108,7 @@ def test_experts_of_a_cpu_are_products_of_their_own(family: Family) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_path: Path, kind: StoredAs) -> None:
+def test_experts_are_gathered_before_they_are_dequantized(family, tmp_path, kind):
     """And the router stays in fp32."""
     model = ir.load(family.folder / "step.onnx")
     weights = stored_graph(model, tmp_path / "step.onnx", Storage(kind, 32))
@@ -136,7 +135,7 @@ def test_experts_are_gathered_before_they_are_dequantized(family: Family, tmp_pa
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("kind", ["fp16", "int8"])
-def test_a_gpu_chooses_the_experts_of_the_cpu(family: Family, tmp_path: Path, kind: StoredAs, compiled: bool) -> None:
+def test_a_gpu_chooses_the_experts_of_the_cpu(family, tmp_path, kind, compiled):
     """In half precision too, from scores and masks in fp32."""
     model, master, source = ir.load(family.folder / "step.onnx"), tmp_path / "step.onnx", tmp_path / "half.onnx"
     stored_graph(model, master, Storage(kind, 32))
@@ -167,7 +166,7 @@ def _logits(path: Path, checkpoint: Checkpoint, text: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("kind", "size"), [("fp32", 4), ("int8", 1 + 4 / 32), ("int4", 0.5 + 4 / 32)])
-def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: StoredAs, size: float, form: str) -> None:
+def test_a_plain_step_reads_the_active_parameters(tmp_path, kind, size, form):
     """And no more than half as many bytes again, counted over the weights that the graph reads."""
     sizes = {"num_experts": 16, "hidden_size": 128, "moe_intermediate_size": 128}
     folder = make_checkpoint(tmp_path, "qwen3_moe", **{**MIXTURES["qwen3_moe"], **sizes})
@@ -188,7 +187,7 @@ def test_a_plain_step_reads_the_active_parameters(tmp_path: Path, kind: StoredAs
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_mixture_compiles(tmp_path: Path, kind: StoredAs) -> None:
+def test_a_mixture_compiles(tmp_path, kind):
     """With TensorRT-RTX itself, to which experts are given in fp16."""
     config = {**SMALL, "num_experts": EXPERTS, "num_experts_per_tok": USED, "moe_intermediate_size": 96}
     target = make_checkpoint(tmp_path / "target", "qwen3_moe", **config)
@@ -206,7 +205,7 @@ def test_a_mixture_compiles(tmp_path: Path, kind: StoredAs) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_is_the_same_whatever_runs_beside_it(tmp_path: Path, form: str) -> None:
+def test_a_row_is_the_same_whatever_runs_beside_it(tmp_path, form):
     folder = make_checkpoint(tmp_path, "mixtral", **MIXTURES["mixtral"])
     loaded = load_checkpoint(str(folder))
     ir.save(_step_graph(loaded, branches=FORMS[form]), folder / "step.onnx")
@@ -220,9 +219,7 @@ def test_a_row_is_the_same_whatever_runs_beside_it(tmp_path: Path, form: str) ->
         assert difference < TOLERANCE, width
 
 
-def test_a_graph_that_is_not_finite_is_not_built(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_that_is_not_finite_is_not_built(tmp_path, tmp_path_factory, monkeypatch):
     """Helium's padding is embedded as zero, and its norms add 1e-8, which the optimizer would take for zero."""
     make_checkpoint(tmp_path / "helium", "helium", **{**GROUPED, "num_hidden_layers": 1, "head_dim": 16})
     from safetensors.torch import load_file, save_file

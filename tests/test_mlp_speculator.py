@@ -43,7 +43,6 @@ from specexport.training.predictions import measure_over_hidden
 from specexport.tree_search import record_proposals
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint, make_model, make_speculator
-from tests.fixtures import Bundles
 from tests.reference import draw_candidates
 from tests.training import CPU, train_over, training_options, windows_of, write_words
 from tests.ways import ways
@@ -117,9 +116,7 @@ class OneGraph:
 
 
 @pytest.mark.parametrize(("tied", "scaled", "lowering"), [(True, True, "native"), (False, False, "portable")])
-def test_the_graph_fills_a_tree_as_the_formulas_say(
-    tmp_path: Path, speculators: Callable[[bool, bool], Path], tied: bool, scaled: bool, lowering: Any
-) -> None:
+def test_the_graph_fills_a_tree_as_the_formulas_say(tmp_path, speculators, tied, scaled, lowering):
     """Every node's token and q, in two slots that want different trees, one greedy and one drawn."""
     folder = speculators(tied, scaled)
     outline = read_speculator(str(folder))
@@ -175,9 +172,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_tied_tensors_may_be_stored_once_or_per_stage(
-    tmp_path: Path, speculators: Callable[[bool, bool], Path]
-) -> None:
+def test_tied_tensors_may_be_stored_once_or_per_stage(tmp_path, speculators):
     folder = speculators(True, False)
     once = stored(folder)
     names = ("emb.0.weight", "proj.0.weight", "proj.1.weight", "head.0.weight", "ln.0.weight", "ln.0.bias")
@@ -221,9 +216,7 @@ def test_tied_tensors_may_be_stored_once_or_per_stage(
         ({"head_accuracy": [[0.5]], "path_accuracy": []}, "expected shares of 3 stages"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(
-    tmp_path: Path, speculators: Callable[[bool, bool], Path], change: dict[str, Any], reason: str
-) -> None:
+def test_a_configuration_that_does_not_fit_is_refused(tmp_path, speculators, change, reason):
     save_file(stored(speculators(False, False)), tmp_path / "model.safetensors")
     config = json.loads((speculators(False, False) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
@@ -241,9 +234,7 @@ def test_a_configuration_that_does_not_fit_is_refused(
         ({"head.2.weight": torch.full((VOCAB, 48), torch.inf)}, "'speculator.head.2.weight' holds numbers that"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(
-    tmp_path: Path, speculators: Callable[[bool, bool], Path], change: dict[str, Any], reason: str
-) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, speculators, change, reason):
     state = stored(speculators(False, False)) | {f"speculator.{name}": tensor for name, tensor in change.items()}
     save_file({name: tensor for name, tensor in state.items() if tensor is not None}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((speculators(False, False) / "config.json").read_bytes())
@@ -253,7 +244,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         outline.load()
 
 
-def test_pickles_and_broken_files_are_refused(speculators: Callable[[bool, bool], Path], tmp_path: Path) -> None:
+def test_pickles_and_broken_files_are_refused(speculators, tmp_path):
     (tmp_path / "config.json").write_text("{")
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
     with pytest.raises(BuildError, match="not a configuration of an MLP speculator"):
@@ -280,7 +271,7 @@ def planned(folder: Path, **options: Any) -> list[list[tuple[int, ...]]]:
     return [sorted(tree.choices) for tree in result.token_trees()]
 
 
-def test_trees_have_the_checkpoints_widths(tmp_path: Path, speculators: Callable[[bool, bool], Path]) -> None:
+def test_trees_have_the_checkpoints_widths(tmp_path, speculators):
     folder = tmp_path / "speculator"
     folder.mkdir()
     save_file(stored(speculators(False, False)), folder / "model.safetensors")
@@ -324,7 +315,7 @@ def quantized(
     return build(BuildOptions(str(target), out, methods, max_seq_len=128, max_batch_size=2, block_size=16))
 
 
-def test_its_engine_is_compiled(quantized: Path, tmp_path: Path) -> None:
+def test_its_engine_is_compiled(quantized, tmp_path):
     """One, of all stages, for steps of one slot and of several."""
     folder = copytree(quantized, tmp_path / "bundle")
     manifest = read_manifest(folder)
@@ -344,9 +335,7 @@ def test_its_engine_is_compiled(quantized: Path, tmp_path: Path) -> None:
     assert report.size == engine.stat().st_size > 1000
 
 
-def test_bundle_text_equals_the_checkpoints(
-    quantized: Path, tmp_path: Path, speculators: Callable[[bool, bool], Path]
-) -> None:
+def test_bundle_text_equals_the_checkpoints(quantized, tmp_path, speculators):
     folder, out = speculators(True, True), quantized
     report = verify(out, prompts=("the words of a text", "other words"), max_tokens=8)
     assert report.verdict == "passed", report
@@ -371,7 +360,7 @@ def test_bundle_text_equals_the_checkpoints(
     assert [check.name for check in checks if check.passed is False] == ["mlp_speculator"]
 
 
-def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Bundles) -> None:
+def test_a_bundle_gets_another_tree(tmp_path, bundle):
     """One that is as deep as another and as wide as a third needs shapes of its own."""
     out = copytree(bundle("qwen3-mlp"), tmp_path / "bundle")
     before = set(read_manifest(out).models["speculator"].graph.points)
@@ -393,13 +382,7 @@ def test_a_bundle_gets_another_tree(tmp_path: Path, bundle: Bundles) -> None:
     assert verify(out, prompts=("the words",), max_tokens=4).passed
 
 
-def test_build_inspect_and_refusals(
-    tmp_path: Path,
-    target: Path,
-    speculators: Callable[[bool, bool], Path],
-    bundle: Bundles,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_build_inspect_and_refusals(tmp_path, target, speculators, bundle, capsys):
     out = tmp_path / "bundle"
     words = ["build", "--target", str(target), "--mlp-speculator", str(speculators(False, False)), "-o", str(out)]
     sizes = ["--max-seq-len", "128", "--max-batch-size", "1", "--tree", str(tmp_path / "flat.json")]
@@ -428,7 +411,7 @@ def options(target: Path, tmp_path: Path) -> Callable[..., SpeculatorTraining]:
 
 
 @pytest.mark.slow
-def test_stages_learn_the_next_token(tmp_path: Path, options: Callable[..., SpeculatorTraining]) -> None:
+def test_stages_learn_the_next_token(tmp_path, options):
     """In a language in which either of two tokens follows each: who does not see it must guess among four, or eight."""
     model: Any = make_model("llama")
     generator = torch.Generator().manual_seed(1)
@@ -453,7 +436,7 @@ def test_stages_learn_the_next_token(tmp_path: Path, options: Callable[..., Spec
 
 
 @pytest.mark.slow
-def test_the_command_prints_the_record(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_record(target, tmp_path, capsys):
     words = ["train", "mlp-speculator", "--target", str(target), "--data", str(write_words(tmp_path))]
     assert (
         main([*words, "--seq-len", "32", "--steps", "3", "--n-predict", "2", "-o", str(tmp_path / "o"), "--json"]) == 0

@@ -49,9 +49,7 @@ def says(tiny: Served) -> Callable[..., str]:
     return lambda **params: engine.generate(PROMPT, SamplingParams(temperature=0.0, rules=rules, **params)).text
 
 
-def test_requests_take_the_models_values_unless_they_have_their_own(
-    client: openai.OpenAI, says: Callable[..., str]
-) -> None:
+def test_requests_take_the_models_values_unless_they_have_their_own(client, says):
     def said(**arguments: Any) -> str:
         return client.completions.create(model=NAME, prompt=PROMPT, **arguments).choices[0].text
 
@@ -67,7 +65,7 @@ def test_requests_take_the_models_values_unless_they_have_their_own(
     assert said(max_tokens=1) == says(repetition_penalty=1.3, max_tokens=1)
 
 
-def test_lengths_over_http(tiny: Served, client: openai.OpenAI) -> None:
+def test_lengths_over_http(tiny, client):
     ignore: Any = {"ignore_eos": True}
     chat = client.chat.completions.create
     assert chat(model=NAME, messages=CHAT, extra_body=ignore).usage.completion_tokens == 9
@@ -81,9 +79,7 @@ def test_lengths_over_http(tiny: Served, client: openai.OpenAI) -> None:
     assert answer["usage"]["output_tokens"] == 9
 
 
-def test_the_command_line_and_llm_take_the_models_values(
-    folder: Path, says: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_and_llm_take_the_models_values(folder, says, capsys):
     model = ["run", str(folder), "--prompt", PROMPT, "--no-calibrate", "--json"]
     assert main(model) == 0
     output = json.loads(capsys.readouterr().out)
@@ -104,7 +100,7 @@ def test_the_command_line_and_llm_take_the_models_values(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("skip", [True, False])
-def test_a_special_token_stops_over_http(client: openai.OpenAI, stream: bool, skip: bool) -> None:
+def test_a_special_token_stops_over_http(client, stream, skip):
     more = {"skip_special_tokens": skip, "repetition_penalty": 1.0, "min_tokens": 0}
     arguments: Any = {"model": NAME, "max_tokens": 8, "temperature": 0.0, "stream": stream, "extra_body": more}
     for stop, bias in ((PAD_TEXT, PAD), ("</s>", 1)):
@@ -123,7 +119,7 @@ def test_a_special_token_stops_over_http(client: openai.OpenAI, stream: bool, sk
         assert (text, reason) == ("", "stop")
 
 
-def test_a_special_token_stops_a_run(bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_special_token_stops_a_run(bundle, tmp_path, capsys):
     folder = with_chat_template(bundle("llama-near"), tmp_path / "bundle")
     biased = {"sequence_bias": [[[PAD], 100.0]]}
     rewritten(folder, lambda document: document["generation"].update(rules=biased))
@@ -136,7 +132,7 @@ def test_a_special_token_stops_a_run(bundle: Bundles, tmp_path: Path, capsys: py
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
 
-def test_offsets_over_http(client: openai.OpenAI) -> None:
+def test_offsets_over_http(client):
     prompt = "one 🙂 two"
     response = client.completions.create(
         model=NAME, prompt=prompt, max_tokens=24, temperature=1.0, seed=1, logprobs=1, echo=True

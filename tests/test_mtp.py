@@ -108,7 +108,7 @@ class Layer:
     ("family", "lowering"),
     [("deepseek_v3", "native"), ("glm4_moe", "native"), ("glm4_moe", "portable"), ("qwen3_next", "native")],
 )
-def test_drafts_equal_the_formulas(tmp_path: Path, checkpoint_of: Bundles, family: str, lowering: Any) -> None:
+def test_drafts_equal_the_formulas(tmp_path, checkpoint_of, family, lowering):
     """Two slots with texts of 5 and 2 rows, whose next rows are 3 and 1, padded; then 4 tokens each."""
     folder = checkpoint_of(family)
     outline = read_mtp(str(folder))
@@ -158,9 +158,7 @@ B = "model.layers.1."
         ("qwen3_next", {"mtp.fc.weight": torch.zeros(H, H)}, r"'mtp.fc.weight' is \[64, 64\], expected \[64, 128\]"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(
-    tmp_path: Path, checkpoint_of: Bundles, family: str, change: dict[str, Any], reason: str
-) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, checkpoint_of, family, change, reason):
     source = changed(copytree(checkpoint_of(family), tmp_path / "changed"), change)
     with pytest.raises(BuildError, match=reason) as caught:
         outline = read_mtp(source)
@@ -169,7 +167,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     assert source in str(caught.value)
 
 
-def test_it_is_suggested_for_targets_that_have_one(checkpoint_of: Bundles, capsys: Any) -> None:
+def test_it_is_suggested_for_targets_that_have_one(checkpoint_of, capsys):
     target = checkpoint_of("glm4_moe")
     assert main(["suggest", "--target", str(target)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -177,7 +175,7 @@ def test_it_is_suggested_for_targets_that_have_one(checkpoint_of: Bundles, capsy
     assert "in its own checkpoint" in shown
 
 
-def test_targets_without_a_layer_or_with_several_are_refused(tmp_path: Path, checkpoint_of: Bundles) -> None:
+def test_targets_without_a_layer_or_with_several_are_refused(tmp_path, checkpoint_of):
     plain = make_checkpoint(tmp_path / "plain", "llama")
     with pytest.raises(BuildError, match=r"no MTP layer: no tensor begins with 'mtp.' or 'model.layers.2.'"):
         build(BuildOptions(str(plain), tmp_path / "never", methods=ways(mtp=True)))
@@ -187,12 +185,12 @@ def test_targets_without_a_layer_or_with_several_are_refused(tmp_path: Path, che
 
 
 @pytest.mark.parametrize("name", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp"])
-def test_the_names_of_vllm(name: str) -> None:
+def test_the_names_of_vllm(name):
     (method,) = read_methods({"method": name, "num_speculative_tokens": 2})
     assert method == MTPOptions(num_speculative_tokens=2)
 
 
-def test_a_layer_without_tables_of_its_own_takes_the_target_s(tmp_path: Path, checkpoint_of: Bundles) -> None:
+def test_a_layer_without_tables_of_its_own_takes_the_target_s(tmp_path, checkpoint_of):
     left_out = {f"{B}embed_tokens.weight": None, f"{B}shared_head.head.weight": None}
     outline = read_mtp(changed(copytree(checkpoint_of("deepseek_v3"), tmp_path / "bare"), left_out))
     outline.require_fit(hidden=H, vocab=VOCAB, layers=LAYERS)

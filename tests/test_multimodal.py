@@ -95,7 +95,7 @@ def greedy(model: Any, count: int, **prompt: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_language_model_equals_the_whole_model(family: str, tmp_path: Path) -> None:
+def test_the_language_model_equals_the_whole_model(family, tmp_path):
     whole = make(tmp_path / "model", family)
     build(BuildOptions(str(tmp_path / "model"), tmp_path / "bundle", max_seq_len=64))
     prompt = [3, 77, 150, 31, 200, 12]
@@ -111,7 +111,7 @@ def test_the_language_model_equals_the_whole_model(family: str, tmp_path: Path) 
         assert engine.manifest.target.parameters == counted, "no pictures' weights"
 
 
-def test_pictures_come_as_embeddings(tmp_path: Path) -> None:
+def test_pictures_come_as_embeddings(tmp_path):
     whole = make(tmp_path / "model", "llava")
     build(BuildOptions(str(tmp_path / "model"), tmp_path / "bundle", max_seq_len=64, inputs_embeds=True))
     prompt = [3, 77, *[IMAGE] * 4, 150, 31]
@@ -127,7 +127,7 @@ def test_pictures_come_as_embeddings(tmp_path: Path) -> None:
             assert list(engine.generate(inputs, params, way).token_ids) == expected
 
 
-def test_a_language_model_that_transformers_cannot_run_alone_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_language_model_that_transformers_cannot_run_alone_is_refused_by_name(tmp_path):
     make(tmp_path / "model", "llava")
     config = tmp_path / "model" / "config.json"
     document = json.loads(config.read_text())

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures import Bundles
-
 HOMELESS = """
 import os, pwd, sys
 for name in ("HOME", "XDG_CACHE_HOME", "SPECEXPORT_CACHE"):
@@ -55,14 +53,14 @@ def homeless(
     ],
     ids=lambda words: words[0],
 )
-def test_commands_work(bundle: Bundles, tmp_path: Path, words: list[str]) -> None:
+def test_commands_work(bundle, tmp_path, words):
     done = homeless(COMMAND, words[0], bundle("qwen3-lookup"), *words[1:], cwd=tmp_path)
     assert (done.returncode, done.stderr.count("Traceback"), "home" in done.stderr) == (0, 0, False), done.stderr
     assert list(tmp_path.iterdir()) == []  # nor a folder that is called ~
 
 
 @pytest.mark.exporter
-def test_a_model_is_built_for_as_long_as_the_process_lives(tmp_path: Path) -> None:
+def test_a_model_is_built_for_as_long_as_the_process_lives(tmp_path):
     from tests.checkpoints import make_checkpoint
 
     model = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1)
@@ -81,7 +79,7 @@ def test_a_model_is_built_for_as_long_as_the_process_lives(tmp_path: Path) -> No
 
 
 @pytest.mark.exporter
-def test_build_works(tmp_path: Path) -> None:
+def test_build_works(tmp_path):
     from tests.checkpoints import make_checkpoint
 
     model = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1)
@@ -92,7 +90,7 @@ def test_build_works(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["run", "~/bundle", "-p", "x"], ["inspect", "~/bundle"], ["serve", "~/bundle"]])
-def test_a_path_in_the_home_folder_is_explained(tmp_path: Path, words: list[str]) -> None:
+def test_a_path_in_the_home_folder_is_explained(tmp_path, words):
     done = homeless(COMMAND, *words, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert "~/bundle: " in done.stderr

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import onnx.parser
 import pytest
@@ -85,7 +84,7 @@ def memory(cuda: Cuda, stream: CudaStream) -> Memory:
     return Memory(cuda, stream)
 
 
-def test_every_function_that_is_called_is_there() -> None:
+def test_every_function_that_is_called_is_there():
     sources = [ROOT / "runtime/backends/cuda/api.py", *(ROOT / "benchmarks/gpu").glob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     called = set(re.findall(r'call\(\s*"(cuda\w+)"', text)) | set(re.findall(r"(?:_rt|bindings)\.(cuda\w+)", text))
@@ -93,7 +92,7 @@ def test_every_function_that_is_called_is_there() -> None:
     assert [name for name in sorted(called) if not hasattr(NullRuntime, name)] == []
 
 
-def test_work_is_done_when_it_is_waited_for(memory: Memory, stream: CudaStream) -> None:
+def test_work_is_done_when_it_is_waited_for(memory, stream):
     memory.write(b"one.")
     memory.there_and_back()
     assert memory.read() == bytes(4)
@@ -102,7 +101,7 @@ def test_work_is_done_when_it_is_waited_for(memory: Memory, stream: CudaStream) 
     assert memory.read() == b"two."
 
 
-def test_pageable_memory_is_read_before_the_call_returns(cuda: Cuda, memory: Memory, stream: CudaStream) -> None:
+def test_pageable_memory_is_read_before_the_call_returns(cuda, memory, stream):
     text = ctypes.create_string_buffer(b"one.", 4)
     stream.copy(memory.device, ctypes.addressof(text), 4)
     text.raw = b"two."
@@ -110,7 +109,7 @@ def test_pageable_memory_is_read_before_the_call_returns(cuda: Cuda, memory: Mem
     assert text.raw == b"one."
 
 
-def test_a_launched_graph_does_its_copies_and_fills_each_time(cuda: Cuda, memory: Memory, stream: CudaStream) -> None:
+def test_a_launched_graph_does_its_copies_and_fills_each_time(cuda, memory, stream):
     def work() -> None:
         memory.there_and_back()
         stream.fill(memory.device, 7, 4)
@@ -143,9 +142,7 @@ def test_a_launched_graph_does_its_copies_and_fills_each_time(cuda: Cuda, memory
         ("stream._begin_capture()", "is being captured already"),
     ],
 )
-def test_a_capture_refuses(
-    call: str, why: str, cuda: Cuda, stream: CudaStream, read_report: Callable[[], log.Report]
-) -> None:
+def test_a_capture_refuses(call, why, cuda, stream, read_report):
     """With the runtime's own status, and the capture is lost."""
     other, taken, here = CudaStream(cuda), cuda.allocate(4), ctypes.create_string_buffer(4)
     known = {"ctypes": ctypes, "cuda": cuda, "stream": stream, "other": other, "taken": taken, "here": here}
@@ -156,7 +153,7 @@ def test_a_capture_refuses(
     stream.capture(lambda: stream.fill(taken, 0, 4)).close()  # usable as before
 
 
-def test_refused_calls_break_the_capture(cuda: Cuda, stream: CudaStream) -> None:
+def test_refused_calls_break_the_capture(cuda, stream):
     def careless() -> None:
         with contextlib.suppress(BackendError):
             cuda.allocate(4)
@@ -168,7 +165,7 @@ def test_refused_calls_break_the_capture(cuda: Cuda, stream: CudaStream) -> None
     stream.capture(lambda: None).close()  # usable as before
 
 
-def test_other_threads_may_do_all_of_it(cuda: Cuda, stream: CudaStream, read_report: Callable[[], log.Report]) -> None:
+def test_other_threads_may_do_all_of_it(cuda, stream, read_report):
     def meanwhile() -> None:
         other = CudaStream(cuda)
         cuda.call("cudaFree", cuda.allocate(4))
@@ -184,16 +181,14 @@ def test_other_threads_may_do_all_of_it(cuda: Cuda, stream: CudaStream, read_rep
     assert illegal == ["another thread began its capture", "its capture is broken"]
 
 
-def test_work_that_goes_past_the_capture_is_named(
-    cuda: Cuda, memory: Memory, stream: CudaStream, read_report: Callable[[], log.Report]
-) -> None:
+def test_work_that_goes_past_the_capture_is_named(cuda, memory, stream, read_report):
     """CUDA allows it, and the graph lacks it."""
     other = CudaStream(cuda)
     stream.capture(lambda: other.fill(memory.device, 1, 4)).close()
     assert {call.illegal for call in read_report().illegal} == {"goes past the capture of this thread"}
 
 
-def test_streams_join_a_capture_by_events_and_have_to_come_back(cuda: Cuda, memory: Memory, stream: CudaStream) -> None:
+def test_streams_join_a_capture_by_events_and_have_to_come_back(cuda, memory, stream):
     other, (forked, joined, outside) = CudaStream(cuda), (cuda.call("cudaEventCreateWithFlags", 0) for _ in range(3))
 
     def fork() -> None:
@@ -216,9 +211,7 @@ def test_streams_join_a_capture_by_events_and_have_to_come_back(cuda: Cuda, memo
         stream.capture(lambda: cuda.call("cudaStreamWaitEvent", stream.handle, outside, 0))
 
 
-def test_out_of_bounds_accesses_are_named(
-    cuda: Cuda, memory: Memory, stream: CudaStream, read_report: Callable[[], log.Report]
-) -> None:
+def test_out_of_bounds_accesses_are_named(cuda, memory, stream, read_report):
     stream.copy(memory.device, memory.given, 5)
     stream.synchronize()
     stream.copy_rows(memory.device, 1, memory.device, 1, 1, 4)
@@ -229,7 +222,7 @@ def test_out_of_bounds_accesses_are_named(
         cuda.call("cudaFree", memory.device + 4)
 
 
-def test_memory_ends(cuda: Cuda) -> None:
+def test_memory_ends(cuda):
     with pytest.raises(OutOfDeviceMemoryError, match="the GPU has no room"):
         cuda.allocate(1 << 50)
     free, _ = cuda.memory()
@@ -237,7 +230,7 @@ def test_memory_ends(cuda: Cuda) -> None:
     assert cuda.memory()[0] == free
 
 
-def test_launches_belong_to_the_graph_that_runs(cuda: Cuda, read_report: Callable[[], log.Report], null: Any) -> None:
+def test_launches_belong_to_the_graph_that_runs(cuda, read_report, null):
     """What the log is read for, on calls whose number is known."""
     runtime, stream = null[0], CudaStream(cuda)
     buffer = cuda.allocate(64)
@@ -277,7 +270,7 @@ def test_launches_belong_to_the_graph_that_runs(cuda: Cuda, read_report: Callabl
     assert not report.illegal and len(report.threads) == 1
 
 
-def test_nodes_that_work_on_more_than_shapes_are_distinguished() -> None:
+def test_nodes_that_work_on_more_than_shapes_are_distinguished():
     graph = onnx.parser.parse_graph("""
         g (float[N, 4] x, int64[N] rows) => (float[N, 4] y, int64[1] last)
         <int64[1] one = {1}>
@@ -295,7 +288,7 @@ def test_nodes_that_work_on_more_than_shapes_are_distinguished() -> None:
 @pytest.mark.parametrize(
     ("way", "missed"), [("Transpose (w)", ["product"]), ("Identity (w)", ["product"]), ("Relu (w)", [])]
 )
-def test_multiplications_that_dequantize_in_every_run_are_found(way: str, missed: list[str]) -> None:
+def test_multiplications_that_dequantize_in_every_run_are_found(way, missed):
     graph = onnx.parser.parse_graph(f"""
         g (float[1, 4] x, int64[1] row) => (float[1, 4] y, float[1, 4] looked_up)
         <int8[4, 4] q = {{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}}, float scale = {{1.0}}>
@@ -309,7 +302,7 @@ def test_multiplications_that_dequantize_in_every_run_are_found(way: str, missed
     assert not_fused(graph) == missed
 
 
-def test_exceeded_budgets_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceeded_budgets_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(test_gpu_dry_run, "BUDGET", tmp_path / "budget.json")
     within = {"medusa greedy": [3, 90, 50, 10, 5, 1, 0]}
     (problem,) = test_gpu_dry_run.over_budget("some x1", within)

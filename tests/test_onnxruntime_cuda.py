@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from specexport.runtime.speculative import PLAIN
 from specexport.verify.bundle import check_graphs
 from tests.checkpoints import make_checkpoint
 from tests.cuda_stand_in import StandIn
-from tests.fixtures import Bundles, Engines
+from tests.fixtures import Bundles
 from tests.manifests import put
 from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu
 from tests.step_program import GREEDY, SAMPLED, TYPICAL, same
@@ -68,7 +67,7 @@ def load(cuda_bundle: Bundles) -> Callable[..., Engine]:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_texts_equal_the_cpus(name: str, load: Engines, bundle: Bundles, gpu: OnnxRuntimeGpu) -> None:
+def test_texts_equal_the_cpus(name, load, bundle, gpu):
     """Greedy, lossless and typical acceptance of chains and trees: the same noise, tokens and steps."""
     # Both new, as heads propose nothing where the whole prompt is in the cache.
     with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu, gpu.cuda.sealed():
@@ -89,9 +88,7 @@ def test_texts_equal_the_cpus(name: str, load: Engines, bundle: Bundles, gpu: On
 
 
 @pytest.mark.parametrize("name", ["dice-near", "dice-self", "dice-eagle3", "dice-mtp-cuda"])
-def test_texts_of_fused_attention_equal_the_cpus(
-    name: str, load: Callable[..., Engine], bundle: Bundles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_texts_of_fused_attention_equal_the_cpus(name, load, bundle, monkeypatch, tmp_path):
     """It is for half precision, and here in fp32; the draft's pass and the target's have it."""
     monkeypatch.setattr(onnxruntime_cuda, "_HALF", (ir.DataType.FLOAT,))
     with load(name, max_batch_size=1) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
@@ -104,7 +101,7 @@ def test_texts_of_fused_attention_equal_the_cpus(
 
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree-portable"])
-def test_reads_prompts_in_chunks_and_lets_texts_grow(name: str, load: Engines, bundle: Bundles) -> None:
+def test_reads_prompts_in_chunks_and_lets_texts_grow(name, load, bundle):
     with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         for params in (GREEDY, SAMPLED):
             for method in (None, PLAIN):
@@ -112,7 +109,7 @@ def test_reads_prompts_in_chunks_and_lets_texts_grow(name: str, load: Engines, b
                 same(on_gpu.generate(prompt, params, method), cpu.generate(prompt, params, method))
 
 
-def test_reads_embeddings(load: Engines, engine: Engines) -> None:
+def test_reads_embeddings(load, engine):
     """They go to the device like every other input, at every shape; tokens that come after them are read again."""
     rows = np.random.default_rng(0).standard_normal((70, 64))
     with load("granite-embeds") as on_gpu:
@@ -127,7 +124,7 @@ def test_reads_embeddings(load: Engines, engine: Engines) -> None:
         "dice-mixed-batch-portable",
     ],
 )
-def test_the_device_decides_for_several_at_once(name: str, load: Callable[..., Engine], bundle: Bundles) -> None:
+def test_the_device_decides_for_several_at_once(name, load, bundle):
     with load(name, max_batch_size=4) as on_gpu, Engine.load(bundle(name), threads=1, max_batch_size=4) as cpu:
         texts = []
         for engine in (on_gpu, cpu):
@@ -145,9 +142,7 @@ def test_the_device_decides_for_several_at_once(name: str, load: Callable[..., E
 # --- how it runs ------------------------------------------------------------------------------------------------------
 
 
-def test_logits_stay_on_the_device_unless_the_host_looks_into_them(
-    load: Engines, gpu: OnnxRuntimeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_stay_on_the_device_unless_the_host_looks_into_them(load, gpu, monkeypatch):
     gpu.cuda.refuse_capture = True  # so that every copy can be seen
     copied: list[int] = []
     copy = api.CudaStream.copy
@@ -167,13 +162,13 @@ def test_logits_stay_on_the_device_unless_the_host_looks_into_them(
         assert logits & set(copied)
 
 
-def test_weights_are_opened_once_a_model(load: Callable[..., Engine], gpu: OnnxRuntimeGpu) -> None:
+def test_weights_are_opened_once_a_model(load, gpu):
     with load("llama-near-batch", max_batch_size=4):
         models = [path for path in gpu.opened if not path.startswith("accept") and not path.startswith("commit")]
         assert sorted(models) == ["propose.k1.slots.cuda.fp32.onnx", "step.slots.cuda.fp32.onnx"]
 
 
-def test_sessions_stay_on_our_stream_within_our_memory(load: Engines, gpu: OnnxRuntimeGpu) -> None:
+def test_sessions_stay_on_our_stream_within_our_memory(load, gpu):
     with load("llama-near"):
         assert {fields["use_tf32"] for fields in gpu.providers} == {"0"}
         assert {int(fields["user_compute_stream"]) for fields in gpu.providers} == set(gpu.cuda._streams)
@@ -181,12 +176,12 @@ def test_sessions_stay_on_our_stream_within_our_memory(load: Engines, gpu: OnnxR
         assert all(0 < limit < 0.9 * (1 << 30) for limit in limits)
 
 
-def test_by_default_one_request_runs(load: Engines) -> None:
+def test_by_default_one_request_runs(load):
     with load("llama-near-batch") as on_gpu:
         assert on_gpu.slots == 1
 
 
-def test_gaps_between_steps_are_measured(load: Engines) -> None:
+def test_gaps_between_steps_are_measured(load):
     with load("dice-near") as on_gpu:
         on_gpu.generate([5, 6, 7, 8], GREEDY)
         watch = LaunchTimer(on_device(on_gpu))
@@ -198,9 +193,7 @@ def test_gaps_between_steps_are_measured(load: Engines) -> None:
 # --- what it refuses --------------------------------------------------------------------------------------------------
 
 
-def test_graphs_that_need_the_cpu_leave_acceptance_to_the_host(
-    load: Engines, engine: Engines, gpu: OnnxRuntimeGpu
-) -> None:
+def test_graphs_that_need_the_cpu_leave_acceptance_to_the_host(load, engine, gpu):
     gpu.on_cpu = ("ArgMax",)
     with load("dice-near") as on_gpu:
         ours = on_gpu.generate([7, 9, 11], SAMPLED)
@@ -211,13 +204,13 @@ def test_graphs_that_need_the_cpu_leave_acceptance_to_the_host(
         same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))
 
 
-def test_a_run_that_fails_is_an_error_of_ours(load: Engines, gpu: OnnxRuntimeGpu) -> None:
+def test_a_run_that_fails_is_an_error_of_ours(load, gpu):
     gpu.failing = True
     with pytest.raises(BackendError, match=r"onnxruntime did not run the graph at b1\.t1\S*: out of kernels"):
         load("llama-near")
 
 
-def test_nonsense_from_the_device_is_an_error(load: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonsense_from_the_device_is_an_error(load, monkeypatch):
     with load("dice-near") as on_gpu:
         backend: Any = on_gpu.backend
         synchronize = backend.stream.synchronize
@@ -232,17 +225,17 @@ def test_nonsense_from_the_device_is_an_error(load: Engines, monkeypatch: pytest
             on_gpu.generate([5, 6, 7, 8], GREEDY)
 
 
-def test_bundles_without_engines_for_it_say_what_to_do(bundle: Bundles, gpu: OnnxRuntimeGpu) -> None:
+def test_bundles_without_engines_for_it_say_what_to_do(bundle, gpu):
     with pytest.raises(BackendError, match="no engines for onnxruntime-cuda; compile it with: specexport compile"):
         Engine.load(bundle("dice-near"), backend="onnxruntime-cuda", check_hashes=False)
 
 
-def test_bundles_for_the_gpu_run_on_the_cpu(load: Callable[..., Engine], engine: Engines) -> None:
+def test_bundles_for_the_gpu_run_on_the_cpu(load, engine):
     with load("dice-mixed", backend="onnxruntime", threads=1) as on_gpu:
         same(on_gpu.generate([7, 9, 11], SAMPLED), engine("dice-mixed").generate([7, 9, 11], SAMPLED))
 
 
-def test_nodes_on_the_cpu_are_refused_by_name(load: Engines, gpu: OnnxRuntimeGpu) -> None:
+def test_nodes_on_the_cpu_are_refused_by_name(load, gpu):
     gpu.on_cpu = ("TensorScatter",)
     with pytest.raises(
         BackendError, match=r"step.*\.onnx: onnxruntime would run \d+ nodes on the CPU \(\d+ TensorScatter"
@@ -250,13 +243,13 @@ def test_nodes_on_the_cpu_are_refused_by_name(load: Engines, gpu: OnnxRuntimeGpu
         load("llama-near")
 
 
-def test_missing_libraries_are_no_silent_detour(load: Engines, gpu: OnnxRuntimeGpu) -> None:
+def test_missing_libraries_are_no_silent_detour(load, gpu):
     gpu.without_libraries = True
     with pytest.raises(BackendError, match="CUDAExecutionProvider could not be loaded"):
         load("llama-near")
 
 
-def test_too_small_a_part_of_the_memory(load: Callable[..., Engine], gpu: OnnxRuntimeGpu) -> None:
+def test_too_small_a_part_of_the_memory(load, gpu):
     with pytest.raises(BackendError, match=r"loading target/weights.bin needs .* --gpu-memory-utilization"):
         load("llama-near", gpu_memory_utilization=1e-4)
     for wrong in (0.0, 1.5):
@@ -264,7 +257,7 @@ def test_too_small_a_part_of_the_memory(load: Callable[..., Engine], gpu: OnnxRu
             load("llama-near", gpu_memory_utilization=wrong)
 
 
-def test_the_wrong_onnxruntime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wrong_onnxruntime_is_named(monkeypatch):
     module = OnnxRuntimeGpu(StandIn())
     monkeypatch.setitem(sys.modules, "onnxruntime", module)
     monkeypatch.setattr(module, "__version__", "1.30.2", raising=False)
@@ -279,7 +272,7 @@ def test_the_wrong_onnxruntime_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert CUDA == ort.PROVIDER
 
 
-def test_machines_without_a_gpu_get_an_error(bundle: Bundles) -> None:
+def test_machines_without_a_gpu_get_an_error(bundle):
     from cuda.bindings import runtime
 
     status, count = runtime.cudaGetDeviceCount()
@@ -295,9 +288,7 @@ def test_machines_without_a_gpu_get_an_error(bundle: Bundles) -> None:
 # --- building for it --------------------------------------------------------------------------------------------------
 
 
-def test_building_for_it(
-    shared_accept_graphs: None, gpu: OnnxRuntimeGpu, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_building_for_it(shared_accept_graphs, gpu, tmp_path, capsys):
     """The command's bundle holds a graph a model for it, and is opened on a GPU unless told otherwise."""
     target, folder = make_checkpoint(tmp_path / "target", "llama"), tmp_path / "bundle"
     line = ["build", "--target", str(target), "--ngram", "--max-seq-len", "128", "--max-batch-size", "1"]
@@ -317,7 +308,7 @@ def test_building_for_it(
     assert (engine.file, engine.compute) == ("target/step.cuda.fp16.onnx", "fp16")
 
 
-def test_bfloat16_beside_blocks_of_integers_is_refused(bundle: Bundles, tmp_path: Path) -> None:
+def test_bfloat16_beside_blocks_of_integers_is_refused(bundle, tmp_path):
     folder = shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
     put(folder, "target.precision.weights", "int8")
     with pytest.raises(BuildError, match=r"compute is bf16, and .* for int8 matrices.*pass --compute fp16 or fp32"):

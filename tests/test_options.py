@@ -57,7 +57,7 @@ def flags(*words: str) -> Cake:
     return from_flags(Cake, command.parse_args(words), notes="warm")
 
 
-def test_flags_set_the_fields_of_their_names() -> None:
+def test_flags_set_the_fields_of_their_names():
     assert flags("a.txt") == Cake(recipe=Path("a.txt"), notes="warm")
     words = ["-e", "2", "--sugar", "0.1", "--fruits", "fig", "--fruits", "plum", "--heights", "1", "3", "--no-baked"]
     assert flags("b", *words, "--glazed", "--size", "18", "--minutes", "7", "--shape", "square") == Cake(
@@ -93,19 +93,19 @@ def test_flags_set_the_fields_of_their_names() -> None:
         ("recipe", 5, "a path"),
     ],
 )
-def test_wrong_values_are_refused_in_words(name: str, value: object, expected: str) -> None:
+def test_wrong_values_are_refused_in_words(name, value, expected):
     right: dict[str, Any] = {"recipe": "x"}
     with pytest.raises(BuildError, match=f"{name} is .*; expected {expected}$"):
         Cake(**right | {name: value})
 
 
-def test_numbers_may_be_numpys() -> None:
+def test_numbers_may_be_numpys():
     cake = Cake(recipe=Path("x"), eggs=np.int64(4), sugar=np.float32(0.5), heights=np.array([1, 2]))
     assert (cake.eggs, cake.sugar, cake.heights) == (4, 0.5, (1, 2))
     assert type(cake.eggs) is int
 
 
-def test_errors_of_the_command_line_name_the_flag() -> None:
+def test_errors_of_the_command_line_name_the_flag():
     for words, message in (
         (["-e", "13"], "--eggs is 13; expected a whole number from 1 to 12"),
         (["--size", "20"], "--size is 20; expected one of 18, 24"),
@@ -115,7 +115,7 @@ def test_errors_of_the_command_line_name_the_flag() -> None:
             flags("x", *words)
 
 
-def test_help_has_groups_defaults_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_groups_defaults_and_choices(capsys):
     command = argparse.ArgumentParser(prog="bake")
     add_flags(command, Cake, unset={"sugar": "to taste"}, eggs="of any hen")
     shown = " ".join(command.format_help().split())
@@ -134,7 +134,7 @@ def test_help_has_groups_defaults_and_choices(capsys: pytest.CaptureFixture[str]
 # --- who takes which options ------------------------------------------------------------------------------------------
 
 
-def test_every_way_to_open_a_model_takes_the_same_options() -> None:
+def test_every_way_to_open_a_model_takes_the_same_options():
     fields = set(EngineOptions.__struct_fields__)
     assert set(inspect.signature(LLM).parameters) == fields
     assert set(inspect.signature(AsyncEngine.open).parameters) == fields | {"max_queue"}
@@ -142,7 +142,7 @@ def test_every_way_to_open_a_model_takes_the_same_options() -> None:
     assert set(BuildSettings.__struct_fields__) <= fields & set(BuildOptions.__struct_fields__)
 
 
-def test_an_engine_has_the_defaults_of_the_options() -> None:
+def test_an_engine_has_the_defaults_of_the_options():
     # As tests leave nothing in the cache folder, they have other defaults of calibrate and cache_graphs.
     other = {"bundle", "calibrate", "cache_graphs", *BuildSettings.__struct_fields__}
     shared = inspect.signature(Engine.load).parameters.keys() & options(EngineOptions).keys() - other
@@ -152,7 +152,7 @@ def test_an_engine_has_the_defaults_of_the_options() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "serve"])
-def test_commands_that_open_a_model_have_every_option_as_a_flag(command: str) -> None:
+def test_commands_that_open_a_model_have_every_option_as_a_flag(command):
     (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
     actions = {action.dest: action for action in commands.choices[command]._actions}
     sampling = () if command == "serve" else options(SamplingParams)
@@ -164,7 +164,7 @@ def test_commands_that_open_a_model_have_every_option_as_a_flag(command: str) ->
             assert tuple(actions[name].choices or ()) == declared.choices  # bf16 and fp8 among the precisions
 
 
-def test_the_servers_fields_have_the_ranges_of_sampling_parameters() -> None:
+def test_the_servers_fields_have_the_ranges_of_sampling_parameters():
     from specexport.server.requests import SAMPLING, CompletionRequest
 
     properties = CompletionRequest.model_json_schema()["properties"]
@@ -177,7 +177,7 @@ def test_the_servers_fields_have_the_ranges_of_sampling_parameters() -> None:
     assert "'maximum': 2" in str(properties["temperature"])  # as in OpenAI's API
 
 
-def test_ray_takes_the_servers_options() -> None:
+def test_ray_takes_the_servers_options():
     from pydantic import BaseModel, ValidationError
 
     from specexport.server.request_parts import model_of
@@ -191,7 +191,7 @@ def test_ray_takes_the_servers_options() -> None:
         model(replicas=0)
 
 
-def test_contradictions_name_the_parameter() -> None:
+def test_contradictions_name_the_parameter():
     for given, message in (
         ({"json_schema": "{}", "grammar": "start: /a/"}, "grammar was given with json_schema"),
         ({"json_schema": "{}", "ignore_eos": True}, "ignore_eos is True; expected False with a json_schema"),
@@ -205,7 +205,7 @@ def test_contradictions_name_the_parameter() -> None:
         assert str(caught.value).startswith(message)
 
 
-def test_a_method_that_nothing_makes_for_a_target_is_named() -> None:
+def test_a_method_that_nothing_makes_for_a_target_is_named():
     class Bare(MethodOptions, frozen=True, kw_only=True, tag="bare"):
         pass
 

@@ -16,7 +16,6 @@ import pytest
 from specexport import __version__
 from specexport.cli import main
 from specexport.version import commit
-from tests.fixtures import Bundles
 from tests.serving import free_port
 from tests.threads import wait_until
 
@@ -127,7 +126,7 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.slow
-def test_package_contents(source: Path, built: tuple[Path, Path]) -> None:
+def test_package_contents(source, built):
     sdist, wheel = built
     tracked = set(git("ls-files", cwd=source).split("\n"))
     links = [name for name in tracked if (source / name).is_symlink()]
@@ -162,7 +161,7 @@ def test_package_contents(source: Path, built: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_building_again_gives_the_same_bytes(source: Path, built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_building_again_gives_the_same_bytes(source, built, tmp_path):
     for path in source.rglob("*.py"):
         os.utime(path, (1e9, 1e9))  # as another clone has other times
     again = build(source, tmp_path / "again")
@@ -174,9 +173,7 @@ def test_building_again_gives_the_same_bytes(source: Path, built: tuple[Path, Pa
 
 
 @pytest.mark.slow
-def test_a_wheel_is_for_one_platform_if_the_kernels_are_in_it(
-    source: Path, built: tuple[Path, Path], installed: Path, tmp_path: Path
-) -> None:
+def test_a_wheel_is_for_one_platform_if_the_kernels_are_in_it(source, built, installed, tmp_path):
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert built[1].name == f"{NAME}-py3-none-{platform if COMPILER else 'any'}.whl"
     output = run(installed / "python", "-c", KERNELS, cwd=tmp_path)
@@ -189,7 +186,7 @@ def test_a_wheel_is_for_one_platform_if_the_kernels_are_in_it(
 
 
 @pytest.mark.slow
-def test_it_runs_where_there_is_no_repository(source: Path, installed: Path, bundle: Bundles, tmp_path: Path) -> None:
+def test_it_runs_where_there_is_no_repository(source, installed, bundle, tmp_path):
     folder = tmp_path / "bundle"
     shutil.copytree(bundle("llama-near"), folder)
     head = git("rev-parse", "--short=12", "HEAD", cwd=source)
@@ -232,7 +229,7 @@ LLM("m", unknown=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.slow
-def test_users_may_check_types(installed: Path, tmp_path: Path) -> None:
+def test_users_may_check_types(installed, tmp_path):
     (tmp_path / "user.py").write_text(USER)
     words = ("--strict", "--follow-imports=silent", "--python-executable", installed / "python")
     output = run(sys.executable, "-m", "mypy", *words, "user.py", cwd=tmp_path)
@@ -240,7 +237,7 @@ def test_users_may_check_types(installed: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_container_files_command_serves(installed: Path, bundle: Bundles, tmp_path: Path) -> None:
+def test_the_container_files_command_serves(installed, bundle, tmp_path):
     """No container is built here: these are the words that it runs, with other folders and another port."""
     shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
     places = {"python": str(installed / "python"), "specexport": str(installed / "specexport"), "/bundle": "bundle"}
@@ -267,7 +264,7 @@ def test_the_container_files_command_serves(installed: Path, bundle: Bundles, tm
         assert process.wait(30) == 0
 
 
-def test_the_version_says_the_commit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_says_the_commit(capsys, monkeypatch):
     current = commit()
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
@@ -280,7 +277,7 @@ def test_the_version_says_the_commit(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
-def test_completion(shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_completion(shell, capsys, tmp_path):
     pytest.importorskip("shtab")
     with pytest.raises(SystemExit) as stopped:
         main(["--print-completion", shell])

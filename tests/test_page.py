@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -63,7 +62,7 @@ def page(talk: Browser) -> Browser:
 
 @pytest.mark.parametrize("name", ["llama-near", "qwen3-medusa", "qwen3-lookup", "dice-tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_chunk_says_where_its_tokens_come_from(bundle: Bundles, name: str, temperature: float) -> None:
+def test_a_chunk_says_where_its_tokens_come_from(bundle, name, temperature):
     params = SamplingParams(temperature=temperature, max_tokens=120, ignore_eos=True, seed=5)
     with Engine.load(bundle(name), threads=1) as engine, engine.stream([5, 6, 7, 5, 6, 7, 5, 6], params) as stream:
         chunks: list[Chunk] = []
@@ -86,7 +85,7 @@ def test_a_chunk_says_where_its_tokens_come_from(bundle: Bundles, name: str, tem
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_stream_says_where_its_tokens_come_from(tiny: Served, chat: bool) -> None:
+def test_a_stream_says_where_its_tokens_come_from(tiny, chat):
     arguments: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
     path = "/v1/chat/completions" if chat else "/v1/completions"
     events = streamed(tiny, path, arguments | GREEDY | STEPS)
@@ -110,7 +109,7 @@ def test_a_stream_says_where_its_tokens_come_from(tiny: Served, chat: bool) -> N
     assert sum(len(step["path"]) for step in steps) == usage["speculation"]["num_accepted_tokens"] > 0
 
 
-def test_a_plain_stream_has_the_targets_own_tokens(tiny: Served) -> None:
+def test_a_plain_stream_has_the_targets_own_tokens(tiny):
     arguments = {"prompt": PROMPT, "speculative": {"num_speculative_tokens": 0}}
     choices = [
         choice for event in streamed(tiny, "/v1/completions", arguments | GREEDY | STEPS) for choice in event["choices"]
@@ -123,7 +122,7 @@ def test_a_plain_stream_has_the_targets_own_tokens(tiny: Served) -> None:
         assert choice["step"] == {"tokens": [token], "parents": [-1], "drafted": [], "path": []}
 
 
-def test_steps_of_tool_calls_are_reported(bundle: Bundles, tmp_path: Path) -> None:
+def test_steps_of_tool_calls_are_reported(bundle, tmp_path):
     """A call's deltas wait until they are clear; the steps do not."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     arguments = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}
@@ -133,14 +132,14 @@ def test_steps_of_tool_calls_are_reported(bundle: Bundles, tmp_path: Path) -> No
     assert sum(len(step["tokens"]) for step in steps) == events[-1]["usage"]["completion_tokens"]
 
 
-def test_steps_are_reported_only_on_request(tiny: Served) -> None:
+def test_steps_are_reported_only_on_request(tiny):
     assert "step" not in streamed(tiny, "/v1/completions", {"prompt": "a", "stream": True})[0]["choices"][0]
 
 
 # --- how the page is served -------------------------------------------------------------------------------------------
 
 
-def test_the_page_may_load_nothing_from_elsewhere(tiny: Served) -> None:
+def test_the_page_may_load_nothing_from_elsewhere(tiny):
     kinds = {"/": "text/html", "css": "text/css", "js": "text/javascript"}
     for path in FILES:
         answer, kind = httpx.get(tiny.url + path), kinds[path.rpartition(".")[2]]
@@ -163,7 +162,7 @@ def test_the_page_may_load_nothing_from_elsewhere(tiny: Served) -> None:
     assert not set(httpx.get(f"{tiny.url}/openapi.json").json()["paths"]) & FILES
 
 
-def test_a_key_is_needed_for_all_but_the_page_and_it_can_be_left_out(bundle: Bundles) -> None:
+def test_a_key_is_needed_for_all_but_the_page_and_it_can_be_left_out(bundle):
     with served(bundle("llama-near"), api_keys=["secret"]) as running:
         paths = ("/", "/page.js", "/v1/models")
         assert [httpx.get(running.url + path).status_code for path in paths] == [200, 200, 401]
@@ -177,7 +176,7 @@ def test_a_key_is_needed_for_all_but_the_page_and_it_can_be_left_out(bundle: Bun
 
 
 @needs_browser
-def test_the_page_shows_each_tokens_method(tiny: Served, page: Browser) -> None:
+def test_the_page_shows_each_tokens_method(tiny, page):
     page.run("find('max-tokens').value = 64; find('beside').click()")
     run(page, PROMPT)
     page.until("find('status').textContent.startsWith('Done')")
@@ -214,7 +213,7 @@ def test_the_page_shows_each_tokens_method(tiny: Served, page: Browser) -> None:
 
 
 @needs_browser
-def test_a_steps_tree_is_shown_to_mouse_and_keyboard(tiny: Served, page: Browser) -> None:
+def test_a_steps_tree_is_shown_to_mouse_and_keyboard(tiny, page):
     run(page, PROMPT)
     page.until("find('status').textContent.startsWith('Done')")
     arguments = {"prompt": PROMPT, "max_tokens": 128, "temperature": 0} | STEPS
@@ -267,7 +266,7 @@ def test_a_steps_tree_is_shown_to_mouse_and_keyboard(tiny: Served, page: Browser
 
 
 @needs_browser
-def test_keys_run_and_stop(tiny: Served, page: Browser) -> None:
+def test_keys_run_and_stop(tiny, page):
     page.run("find('prompt').focus(); find('max-tokens').value = 480; find('drafts').value = 0")
     page.call("Input.insertText", text=PROMPT)
     page.press("Enter", ENTER, "\r")  # a line's end
@@ -285,7 +284,7 @@ def test_keys_run_and_stop(tiny: Served, page: Browser) -> None:
 
 
 @needs_browser
-def test_every_control_has_a_name_and_a_phone_shows_all(page: Browser) -> None:
+def test_every_control_has_a_name_and_a_phone_shows_all(page):
     names = page.run("[...document.querySelectorAll('input, select, textarea')].map((one) => one.labels.length)")
     assert names and all(names)
     assert page.run("[find('status').getAttribute('role'), find('error').getAttribute('role')]") == ["status", "alert"]
@@ -309,7 +308,7 @@ def test_every_control_has_a_name_and_a_phone_shows_all(page: Browser) -> None:
 
 
 @needs_browser
-def test_the_page_asks_for_a_key_and_keeps_it_to_itself(bundle: Bundles, window: Browser) -> None:
+def test_the_page_asks_for_a_key_and_keeps_it_to_itself(bundle, window):
     window.shape(1100, 900)
     with served(bundle("llama-near"), api_keys=["secret"]) as running:
         window.open(f"{running.url}/")
@@ -339,7 +338,7 @@ def test_the_page_asks_for_a_key_and_keeps_it_to_itself(bundle: Bundles, window:
 
 
 @needs_browser
-def test_panes_are_aligned_on_a_phone_and_on_a_desk(page: Browser) -> None:
+def test_panes_are_aligned_on_a_phone_and_on_a_desk(page):
     page.run("find('max-tokens').value = 32; find('beside').click()")
     run(page, PROMPT)
     page.until("find('status').textContent.startsWith('Done')")
@@ -360,7 +359,7 @@ def test_panes_are_aligned_on_a_phone_and_on_a_desk(page: Browser) -> None:
 
 
 @needs_browser
-def test_a_conversation(tiny: Served, talk: Browser) -> None:
+def test_a_conversation(tiny, talk):
     talk.run("find('system').value = 'Be brief.'")
     messages: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
     for question in (PROMPT, "four"):
@@ -404,7 +403,7 @@ def test_a_conversation(tiny: Served, talk: Browser) -> None:
 
 
 @needs_browser
-def test_settings_reach_the_server(tiny: Served, talk: Browser) -> None:
+def test_settings_reach_the_server(tiny, talk):
     talk.run(
         "find('temperature').value = 0.9; find('top-p').value = 0.8; find('seed').value = 7; find('drafts').value = 0"
     )
@@ -417,7 +416,7 @@ def test_settings_reach_the_server(tiny: Served, talk: Browser) -> None:
 
 
 @needs_browser
-def test_every_method_is_compared(tiny: Served, talk: Browser) -> None:
+def test_every_method_is_compared(tiny, talk):
     card = httpx.get(f"{tiny.url}/v1/models").json()["data"][0]
     assert (card["chat"], card["predictions"]) == (True, True)
     offered = ["", "plain", *(method["name"] for method in card["methods"]), "expected"]
@@ -442,7 +441,7 @@ def test_every_method_is_compared(tiny: Served, talk: Browser) -> None:
 
 
 @needs_browser
-def test_a_stopped_answer_is_kept_and_a_refused_question_returned(tiny: Served, talk: Browser) -> None:
+def test_a_stopped_answer_is_kept_and_a_refused_question_returned(tiny, talk):
     talk.run("find('max-tokens').value = ''; find('drafts').value = 0")
     run(talk, PROMPT)
     talk.until("document.querySelectorAll('.step').length > 2 || find('status').textContent.startsWith('Done')")
@@ -461,7 +460,7 @@ def test_a_stopped_answer_is_kept_and_a_refused_question_returned(tiny: Served, 
 
 
 @needs_browser
-def test_what_goes_wrong_is_seen(tiny: Served, talk: Browser) -> None:
+def test_what_goes_wrong_is_seen(tiny, talk):
     talk.shape(320, 400, mobile=True)
     box = "find('error').getBoundingClientRect()"
     for question in (PROMPT, "four"):
@@ -481,7 +480,7 @@ def test_what_goes_wrong_is_seen(tiny: Served, talk: Browser) -> None:
 
 
 @needs_browser
-def test_long_conversations_drop_old_turns(talk: Browser) -> None:
+def test_long_conversations_drop_old_turns(talk):
     for number in range(8):
         run(talk, f"{number} " + "word " * 30)
         done(talk)
@@ -516,7 +515,7 @@ MARKDOWN = {
 
 
 @needs_browser
-def test_markdown_is_read_and_nothing_in_it_runs(talk: Browser) -> None:
+def test_markdown_is_read_and_nothing_in_it_runs(talk):
     def read(text: str) -> str:
         result = f"const box = document.createElement('div'); box.append(markdown({json.dumps(text)}))"
         html: str = talk.run(f"(() => {{ {result}; return box.innerHTML }})()")

@@ -54,7 +54,7 @@ def run_loop(model: ir.Model) -> list[np.ndarray]:
     return session.run(None, {"trips": np.array(3), "always": np.array(True), "x": x, "given": inputs})
 
 
-def test_nodes_that_no_pass_changes_run_once_and_give_the_same() -> None:
+def test_nodes_that_no_pass_changes_run_once_and_give_the_same():
     expected = run_loop(loop_model()[0])
     model, loop = loop_model()
     hoist_invariants(model.graph, loop)
@@ -65,7 +65,7 @@ def test_nodes_that_no_pass_changes_run_once_and_give_the_same() -> None:
         np.testing.assert_array_equal(outputs, wanted)
 
 
-def test_weights_and_fused_operators_stay_in_the_loop() -> None:
+def test_weights_and_fused_operators_stay_in_the_loop():
     model, loop = loop_model()
     hoist_invariants(model.graph, loop)
     body = loop.attributes["body"].as_graph()
@@ -108,7 +108,7 @@ def run_products(model: ir.Model, x: np.ndarray) -> list[np.ndarray]:
     return ort.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, {"x": x})
 
 
-def test_joined_products_give_the_same_outputs() -> None:
+def test_joined_products_give_the_same_outputs():
     x = np.random.default_rng(1).random((2, 3, 8), np.float32)
     expected = run_products(products_model(), x)
     model = products_model()
@@ -118,7 +118,7 @@ def test_joined_products_give_the_same_outputs() -> None:
         np.testing.assert_allclose(outputs, wanted, atol=1e-6)
 
 
-def test_a_weight_that_two_products_read_is_left_alone() -> None:
+def test_a_weight_that_two_products_read_is_left_alone():
     model = products_model()
     merge_linear(model)
     assert "shared" in model.graph.initializers
@@ -158,7 +158,7 @@ def both(
 @pytest.mark.parametrize(
     ("sizes", "operators"), [({"B": 1}, ["Reshape", "Gather"]), ({}, ["Expand", "GatherElements"])]
 )
-def test_rows_are_gathered_whole(sizes: dict[str, int], operators: list[str]) -> None:
+def test_rows_are_gathered_whole(sizes, operators):
     nodes = [
         helper.make_node("Expand", ["at", "c_shape"], ["places"]),
         helper.make_node("GatherElements", ["x", "places"], ["y"], axis=1),
@@ -169,7 +169,7 @@ def test_rows_are_gathered_whole(sizes: dict[str, int], operators: list[str]) ->
     np.testing.assert_array_equal(after, before)
 
 
-def test_a_token_is_gathered_in_its_outputs_shape() -> None:
+def test_a_token_is_gathered_in_its_outputs_shape():
     nodes = [
         helper.make_node("GatherElements", ["ids", "choice"], ["tokens"], axis=2),
         helper.make_node("Gather", ["tokens", "c_zero"], ["one"], axis=2),
@@ -188,7 +188,7 @@ def test_a_token_is_gathered_in_its_outputs_shape() -> None:
     np.testing.assert_array_equal(after, before)
 
 
-def test_an_output_is_no_view_of_what_has_its_shape() -> None:
+def test_an_output_is_no_view_of_what_has_its_shape():
     nodes = [
         helper.make_node("Neg", ["ids"], ["x"]),
         helper.make_node("Squeeze", ["x", "c_axes"], ["z"]),
@@ -199,7 +199,7 @@ def test_an_output_is_no_view_of_what_has_its_shape() -> None:
     np.testing.assert_array_equal(after, before)
 
 
-def test_the_sum_before_a_number_is_one_operator() -> None:
+def test_the_sum_before_a_number_is_one_operator():
     nodes = [helper.make_node("CumSum", ["x", "c_axis"], ["through"]), helper.make_node("Sub", ["through", "x"], ["y"])]
     operators_after, before, after = both(nodes, {"x": ROWS, "c_axis": np.array(-1)}, ["B", 5, 4], {})
     assert operators_after == ["CumSum"]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +17,13 @@ from benchmarks.peers.job import Deliveries, Job, Settings, Way
 PLAIN, OTHER, DRAFT, LONG = Way("plain"), Way("sdpa"), Way("draft", 3), Way("draft", 6)
 
 
-def test_a_turn_takes_all_engines_a_way_and_begins_with_another_each_time() -> None:
+def test_a_turn_takes_all_engines_a_way_and_begins_with_another_each_time():
     ways = {"a": [PLAIN, DRAFT], "b": [PLAIN, OTHER, DRAFT], "c": [PLAIN]}
     assert schedule(ways, 0) == [("a", PLAIN), ("b", PLAIN), ("c", PLAIN), ("b", OTHER), ("a", DRAFT), ("b", DRAFT)]
     assert [engine for engine, way in schedule(ways, 1) if way == PLAIN] == ["b", "c", "a"]
 
 
-def test_decoding_speed_starts_after_the_second_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_speed_starts_after_the_second_delivery(monkeypatch):
     clock = iter([0.0, 1.0, 2.0, 3.0, 4.0, 8.0])
     monkeypatch.setattr(job.time, "perf_counter", lambda: next(clock))
     deliveries = Deliveries()
@@ -41,7 +40,7 @@ def _run(engine: str, way: Way, decode: float, prompt: str = "p", turn: int = 0,
     return Measured(engine, "int8", way.method, way.k, turn, prompt, decode, decode / 2, 1 + way.k / 2, 0.5, text, "1")
 
 
-def test_speeds_are_compared_within_a_turn() -> None:
+def test_speeds_are_compared_within_a_turn():
     ours = [_run("specexport", PLAIN, 10, "p"), _run("specexport", PLAIN, 20, "q")]
     theirs = [_run("ort", PLAIN, 10, "q"), _run("ort", PLAIN, 20, "p", text="y")]
     a, b = cells_of([*ours, *theirs])
@@ -50,7 +49,7 @@ def test_speeds_are_compared_within_a_turn() -> None:
     assert b.same_as(a) == 1
 
 
-def test_the_best_way_of_each_kind_is_reported_beside_ours() -> None:
+def test_the_best_way_of_each_kind_is_reported_beside_ours():
     cells = cells_of(
         [
             _run("specexport", PLAIN, 10),
@@ -81,7 +80,7 @@ class _Worker:
         return {"tokens": job.prompt, "decode": 1.0, "end_to_end": 1.0, "tokens_per_step": 1.0, "first_token": 0.5}
 
 
-def test_a_later_call_runs_the_turns_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_call_runs_the_turns_that_are_missing(tmp_path, monkeypatch):
     worker = _Worker()
 
     def start(precision: str, args: Any, prompt: list[int], stack: ExitStack) -> dict[str, _Worker]:
@@ -112,7 +111,7 @@ answer(load)
 """
 
 
-def test_a_process_answers_jobs_and_refuses_texts_of_another_length() -> None:
+def test_a_process_answers_jobs_and_refuses_texts_of_another_length():
     settings = Settings("t", "d", "int8", 2, [DRAFT])
     jobs = [Job([1, 2], DRAFT, 3), Job([1], DRAFT, 4)]
     done = subprocess.run(

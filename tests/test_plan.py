@@ -21,7 +21,6 @@ from specexport.exporter.checkpoints.config import meta_model
 from specexport.exporter.options import PREFILL_CHUNK
 from specexport.exporter.plan import DEVICES, EFFICIENCY, DeviceLimits, DevicePlan, plan
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_heads, make_mtp
-from tests.fixtures import Bundles
 from tests.hub import hub
 from tests.test_mixtures import MIXTURES
 
@@ -51,7 +50,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("untied"), "llama")
 
 
-def test_memory_is_counted(tied: Path, untied: Path) -> None:
+def test_memory_is_counted(tied, untied):
     vocab, hidden, heads, layers = 320, 64, 2, 2
     for folder, size in ((tied, 24), (untied, 16)):
         (estimate,) = planned(folder).models
@@ -73,7 +72,7 @@ def test_memory_is_counted(tied: Path, untied: Path) -> None:
     assert both.weights == both.read + table
 
 
-def test_memory_of_onnxruntime_is_counted(tied: Path) -> None:
+def test_memory_of_onnxruntime_is_counted(tied):
     """As it was seen over null CUDA: a tied head again, transposed, and integers undone into 16 bits."""
     vocab, hidden, widest = 320, 64, 320
     deciding = 18 * 9 * vocab * 4  # plainly and by look-ups: of the root and at most 8 draft tokens
@@ -89,7 +88,7 @@ def test_memory_of_onnxruntime_is_counted(tied: Path) -> None:
     assert session.scratch == engine.scratch + deciding + 2 * 2 * widest * hidden
 
 
-def test_speed_follows_the_bandwidth_and_the_acceptance(tied: Path, untied: Path) -> None:
+def test_speed_follows_the_bandwidth_and_the_acceptance(tied, untied):
     estimate = planned(untied, drafted(tied))
     target, draft = estimate.models
     steps = [
@@ -102,7 +101,7 @@ def test_speed_follows_the_bandwidth_and_the_acceptance(tied: Path, untied: Path
     assert never.best_k == 0
 
 
-def test_plan_counts_drafts_by_their_checkpoints(tmp_path: Path, tied: Path) -> None:
+def test_plan_counts_drafts_by_their_checkpoints(tmp_path, tied):
     """EAGLE-3 and MTP a pass a token, DFlash one for all of them."""
     experts = make_mtp(tmp_path / "experts", "glm4_moe", **MIXTURES["glm4_moe"])
     eagle3, dflash = make_eagle3(tmp_path / "eagle3", tied, states=(0, 1)), make_dflash(tmp_path / "dflash", tied)
@@ -131,7 +130,7 @@ def test_plan_counts_drafts_by_their_checkpoints(tmp_path: Path, tied: Path) -> 
         planned(tied, read_method({"method": "medusa", "model": str(tmp_path / "heads")}))
 
 
-def test_a_mixture_reads_the_experts_of_its_tokens(tmp_path: Path, tied: Path) -> None:
+def test_a_mixture_reads_the_experts_of_its_tokens(tmp_path, tied):
     config = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}
     folder = make_checkpoint(tmp_path, "qwen3_moe", head_dim=16, **{**GROUPED, **config})
     estimate = planned(folder, drafted(tied), precision="int8")
@@ -145,14 +144,14 @@ def test_a_mixture_reads_the_experts_of_its_tokens(tmp_path: Path, tied: Path) -
     assert estimate.speeds[1] == pytest.approx(1.5 / seconds)
 
 
-def test_the_cache_of_latent_attention_has_keys_and_values_of_their_own_sizes(tmp_path: Path) -> None:
+def test_the_cache_of_latent_attention_has_keys_and_values_of_their_own_sizes(tmp_path):
     latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
     folder = make_checkpoint(tmp_path, "minicpm3", **{**GROUPED, "num_key_value_heads": 4}, **latent)
     (estimate,) = planned(folder).models
     assert estimate.cache_row == 2 * 4 * (24 + 16) * 2
 
 
-def test_models_that_do_not_fit_are_reported(tied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_do_not_fit_are_reported(tied, capsys):
     small = DeviceLimits(memory=10**6, bandwidth=10**9, capability="8.7", reserved=10**6 - 10)
     assert not planned(tied, device=small).fits
     line = ["plan", "--target", str(tied), "--device", "orin-nano-8gb", "--max-seq-len", str(CONTEXT)]
@@ -177,18 +176,18 @@ def test_models_that_do_not_fit_are_reported(tied: Path, capsys: pytest.CaptureF
         ({"context": 513}, "max_seq_len .* is 513, but .* was made for 512 positions"),
     ],
 )
-def test_plans_that_make_no_sense_are_refused(tied: Path, change: dict[str, object], reason: str) -> None:
+def test_plans_that_make_no_sense_are_refused(tied, change, reason):
     arguments: dict[str, object] = {"precision": "int4", "context": CONTEXT, "acceptance": 0.5, **change}
     with pytest.raises(BuildError, match=reason):
         plan(str(tied), None, DEVICES["orin-nano-8gb"], **arguments)
 
 
-def test_the_default_context_is_one_that_can_be_built(tied: Path) -> None:
+def test_the_default_context_is_one_that_can_be_built(tied):
     device = DEVICES["orin-nano-8gb"]
     assert plan(str(tied), None, device, precision="int4", context=None, acceptance=0.5).context == 512
 
 
-def test_invalid_configurations_are_named(tmp_path: Path) -> None:
+def test_invalid_configurations_are_named(tmp_path):
     with pytest.raises(BuildError, match=r"empty: no such folder"):
         planned(tmp_path / "empty")
 
@@ -196,7 +195,7 @@ def test_invalid_configurations_are_named(tmp_path: Path) -> None:
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 
-def test_plan_of_a_bundle_needs_no_torch(bundle: Bundles) -> None:
+def test_plan_of_a_bundle_needs_no_torch(bundle):
     folder = bundle("llama-near")
     program = (
         "import sys\nfrom specexport.cli import main\ncode = main(sys.argv[1:])\n"
@@ -215,14 +214,14 @@ def test_plan_of_a_bundle_needs_no_torch(bundle: Bundles) -> None:
     assert len(document["speeds"]) == 8  # plain, and up to the 7 draft tokens that it was built for
 
 
-def test_options_fixed_by_a_bundle_are_refused(bundle: Bundles, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_fixed_by_a_bundle_are_refused(bundle, capsys):
     words = ["plan", "--target", str(bundle("llama-near")), "--device", "orin-nano-8gb"]
     for more in (["--precision", "int8"], ["--max-seq-len", "64"], ["--method", "mtp"]):
         assert main([*words, *more]) == 2
         assert f"{more[0]} was given with a bundle, which is built already" in capsys.readouterr().err
 
 
-def test_plan_of_a_bundle_names_its_drafts(bundle: Bundles, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_bundle_names_its_drafts(bundle, capsys):
     text = {"llama-near": "draft_model gains nothing", "qwen3-medusa": "medusa: part of the target's graph"}
     for name, line in text.items():
         assert main(["plan", str(bundle(name)), "--device", "orin-nano-8gb"]) == 0
@@ -232,16 +231,14 @@ def test_plan_of_a_bundle_names_its_drafts(bundle: Bundles, capsys: pytest.Captu
     assert "--acceptance was given without a draft" in capsys.readouterr().err
 
 
-def test_a_bundle_is_no_model_to_draft_with(tied: Path, bundle: Bundles, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bundle_is_no_model_to_draft_with(tied, bundle, capsys):
     folder = str(bundle("llama-near"))
     for words in (["suggest", str(tied), "--draft", folder], ["build", "--target", folder, "-o", "never"]):
         assert main(words) == 1
         assert f"{folder}: a bundle, which is built already" in capsys.readouterr().err
 
 
-def test_suggest_takes_a_bundle(
-    bundle: Bundles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suggest_takes_a_bundle(bundle, monkeypatch, capsys):
     folder = bundle("llama-near")
     for words in (["--target", str(folder)], [str(folder)]):
         assert main(["suggest", *words]) == 0
@@ -264,9 +261,7 @@ def test_suggest_takes_a_bundle(
 # --- without weights --------------------------------------------------------------------------------------------------
 
 
-def test_a_configuration_is_all_that_suggest_and_plan_need(
-    tmp_path: Path, tied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_is_all_that_suggest_and_plan_need(tmp_path, tied, capsys):
     """Weights may be cut off, or not there at all."""
     large = make_checkpoint(tmp_path / "large", "qwen3", num_hidden_layers=16)
     weights = large / "model.safetensors"
@@ -284,7 +279,7 @@ def test_a_configuration_is_all_that_suggest_and_plan_need(
         assert "with draft_model" in shown
 
 
-def test_bundles_need_no_torch(bundle: Bundles) -> None:
+def test_bundles_need_no_torch(bundle):
     folder = str(bundle("llama-near"))
     program = (
         "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
@@ -294,7 +289,7 @@ def test_bundles_need_no_torch(bundle: Bundles) -> None:
         assert subprocess.run([sys.executable, "-c", program, *words], check=False).returncode == 0
 
 
-def test_of_the_hub_no_weights_are_fetched(tmp_path: Path, tied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_the_hub_no_weights_are_fetched(tmp_path, tied, capsys):
     shutil.copytree(tied, tmp_path / "hub" / "owner" / "model")
     with hub(tmp_path / "hub", tmp_path / "cache") as fetched:
         assert main(["suggest", "owner/model", "--draft", "owner/model"]) == 0

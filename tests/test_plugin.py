@@ -81,7 +81,7 @@ def normal(*dims: int) -> npt.NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_groups_constants_and_bodies_of_loops(tmp_path: Path, threads: int) -> None:
+def test_groups_constants_and_bodies_of_loops(tmp_path, threads):
     int4 = RANDOM.integers(-8, 8, (64, 24)).astype(np.int8)
     packed = (int4.reshape(-1, 2) & 15) @ np.array([1, 16])
     weights = helper.make_tensor("weights", TensorProto.INT4, (64, 24), packed.astype(np.uint8).tobytes(), raw=True)
@@ -117,7 +117,7 @@ def test_groups_constants_and_bodies_of_loops(tmp_path: Path, threads: int) -> N
     both(path, threads, x=normal(5, 64))
 
 
-def test_an_output_that_is_bound_to_an_input_is_written_in_place(tmp_path: Path) -> None:
+def test_an_output_that_is_bound_to_an_input_is_written_in_place(tmp_path):
     nodes = [helper.make_node("Add", ["past", "new"], ["present"], "ours")]
     path = save(tmp_path / "model.onnx", nodes, values("past new", "N"), values("present", "N"), unused=normal(1))
     session = ort.InferenceSession(str(path), options(1))
@@ -130,7 +130,7 @@ def test_an_output_that_is_bound_to_an_input_is_written_in_place(tmp_path: Path)
     assert cache.numpy().tolist() == [2, 3, 4, 5]
 
 
-def test_failures_are_reported_in_one_line(tmp_path: Path) -> None:
+def test_failures_are_reported_in_one_line(tmp_path):
     def model(kind: str) -> str:
         nodes = [helper.make_node(kind, ["x", "w"], ["y"], "ours")]
         return str(save(tmp_path / "model.onnx", nodes, values("x", 300), values("y", 300), w=normal(300)))
@@ -145,7 +145,7 @@ def test_failures_are_reported_in_one_line(tmp_path: Path) -> None:
         ort.InferenceSession(model("Add"), options(1, threads="2x"), enable_fallback=0)
 
 
-def test_a_file_of_weights_that_is_cut_short_is_named(tmp_path: Path) -> None:
+def test_a_file_of_weights_that_is_cut_short_is_named(tmp_path):
     nodes = [helper.make_node("Add", ["x", "w"], ["y"], "ours")]
     path = save(tmp_path / "model.onnx", nodes, values("x", 300), values("y", 300), w=normal(300))
     both(path, x=normal(300))
@@ -158,7 +158,7 @@ def test_a_file_of_weights_that_is_cut_short_is_named(tmp_path: Path) -> None:
         ort.InferenceSession(str(path), options(1))
 
 
-def test_weights_that_are_claimed_are_held_by_no_other(tmp_path: Path) -> None:
+def test_weights_that_are_claimed_are_held_by_no_other(tmp_path):
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], "ours")]
     path = save(tmp_path / "model.onnx", nodes, values("x", "N", 4096), values("y", "N", 4096), w=normal(4096, 4096))
     held = "import sys; from pathlib import Path; import onnxruntime as ort\n"

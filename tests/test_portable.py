@@ -17,7 +17,6 @@ from specexport.runtime.backend import Graph, RunShape, open_target
 from specexport.runtime.bundle import Bundle
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint
-from tests.fixtures import Bundles, Engines
 from tests.make_bundles import PORTABLE
 from tests.ways import ways
 
@@ -69,7 +68,7 @@ TWINS = tuple(name for name in PORTABLE if not name.startswith("dice-"))
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_portable_steps_equal_native_ones(name: str, bundle: Bundles) -> None:
+def test_portable_steps_equal_native_ones(name, bundle):
     folders = bundle(name), bundle(f"{name}-portable")
     method = read_manifest(folders[0]).methods[0]
     for tree in method.token_trees():
@@ -81,7 +80,7 @@ def test_portable_steps_equal_native_ones(name: str, bundle: Bundles) -> None:
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_texts_and_proposals_are_those_of_native_bundles(name: str, engine: Engines) -> None:
+def test_texts_and_proposals_are_those_of_native_bundles(name, engine):
     """The prompt is longer than a chunk, and the text makes the cache grow."""
     prompt = np.random.default_rng(7).integers(3, VOCAB, 230).tolist()
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=50, ignore_eos=True)
@@ -91,7 +90,7 @@ def test_texts_and_proposals_are_those_of_native_bundles(name: str, engine: Engi
 
 
 @pytest.mark.parametrize("name", PORTABLE)
-def test_every_operator_is_known_to_opset_20(name: str, bundle: Bundles) -> None:
+def test_every_operator_is_known_to_opset_20(name, bundle):
     folder = bundle(f"{name}-portable")
     assert read_manifest(folder).lowering == "portable"
     graphs = sorted(folder.rglob("*.onnx"))
@@ -114,13 +113,13 @@ def _nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 
 @pytest.mark.parametrize("name", ["llama-near-portable", "qwen3-medusa-draft-portable"])
-def test_a_portable_bundle_passes_verification(name: str, bundle: Bundles) -> None:
+def test_a_portable_bundle_passes_verification(name, bundle):
     report = verify(bundle(name), prompts=("people went back home and thought",), max_tokens=16)
     assert report.verdict == "passed", report
     assert "; not promised bit for bit: " in report.checks[-1].sentence
 
 
-def test_int8_has_a_scale_for_every_column(tmp_path: Path) -> None:
+def test_int8_has_a_scale_for_every_column(tmp_path):
     """Tied embeddings, which are looked up too, and a merged matrix; on every onnxruntime they are fp32 in memory."""
     checkpoint = make_checkpoint(tmp_path / "qwen3", "qwen3")
     options: dict[str, Any] = {"precision": "int8", "lowering": "portable", "max_seq_len": 128}
@@ -140,7 +139,7 @@ def test_int8_has_a_scale_for_every_column(tmp_path: Path) -> None:
     assert report.verdict != "failed", report
 
 
-def test_an_old_onnxruntime_is_named(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_onnxruntime_is_named(bundle, monkeypatch):
     import onnxruntime
 
     from specexport.contract.errors import BackendError

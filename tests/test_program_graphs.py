@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -138,7 +137,7 @@ def drafted(
 
 @settings(max_examples=150, deadline=None)
 @given(trees(), st.integers(0, 10**6))
-def test_accept_graph_equals_numpy(sessions: dict[int, Any], tree: TokenTree, seed: int) -> None:
+def test_accept_graph_equals_numpy(sessions, tree, seed):
     slots, expected = [], []
     for slot in (seed, seed + 1):  # two slots with parameters of their own
         random = np.random.default_rng(slot)
@@ -153,7 +152,7 @@ def test_accept_graph_equals_numpy(sessions: dict[int, Any], tree: TokenTree, se
 
 @settings(max_examples=80, deadline=None)
 @given(trees(), st.integers(0, 10**6))
-def test_tokens_chosen_without_drawing_have_q_of_one(sessions: dict[int, Any], tree: TokenTree, seed: int) -> None:
+def test_tokens_chosen_without_drawing_have_q_of_one(sessions, tree, seed):
     random = np.random.default_rng(seed)
     params = params_of(seed)
     logits = random.normal(0, 1.5, (len(tree), 30)).astype(np.float32)
@@ -168,7 +167,7 @@ def test_tokens_chosen_without_drawing_have_q_of_one(sessions: dict[int, Any], t
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
-def test_ties_and_thresholds_are_kept_as_numpy_keeps_them(sessions: dict[int, Any], seed: int) -> None:
+def test_ties_and_thresholds_are_kept_as_numpy_keeps_them(sessions, seed):
     """Whole-number logits tie; the final draw, over all of p's range, shows which tokens were kept."""
     random = np.random.default_rng(seed)
     params = SamplingParams(top_k=int(random.integers(0, 12)), top_p=float(random.choice([1.0, 0.55, 0.93])))
@@ -184,9 +183,7 @@ def test_ties_and_thresholds_are_kept_as_numpy_keeps_them(sessions: dict[int, An
 
 @pytest.mark.parametrize("spread", [0.05, 0.5, 2.0, 8.0])
 @pytest.mark.parametrize("arguments", [{"top_p": 0.3}, {"top_p": 0.97}, {"top_k": LARGEST_TOP_K, "top_p": 0.9}])
-def test_thresholds_deep_in_a_large_vocabulary(
-    sessions: dict[int, Any], spread: float, arguments: dict[str, Any]
-) -> None:
+def test_thresholds_deep_in_a_large_vocabulary(sessions, spread, arguments):
     """The last token that is kept, and so every other: where p is nearly flat, thousands are."""
     random = np.random.default_rng(int(10 * spread))
     params, vocab, chain = SamplingParams(**arguments), 9001, TokenTree.chain(2)
@@ -207,7 +204,7 @@ def test_thresholds_deep_in_a_large_vocabulary(
 
 @settings(max_examples=100, deadline=None)
 @given(trees(), st.integers(0, 10**6), st.integers(0, 3))
-def test_greedy_acceptance_has_a_separate_graph(greedy: Any, tree: TokenTree, seed: int, padding: int) -> None:
+def test_greedy_acceptance_has_a_separate_graph(greedy, tree, seed, padding):
     random = np.random.default_rng(seed)
     nodes = len(tree) + padding
     logits = random.integers(0, 4, (nodes, 6)).astype(np.float32)  # of which many tie
@@ -227,9 +224,7 @@ def test_greedy_acceptance_has_a_separate_graph(greedy: Any, tree: TokenTree, se
 @pytest.mark.parametrize(
     ("rule", "candidates", "most"), [("greedy", 1, 28), ("lossless", 64, 240), ("typical", 1, 190)]
 )
-def test_a_graph_has_few_operators(
-    accept_graph: Callable[[str, int], bytes], rule: str, candidates: int, most: int
-) -> None:
+def test_a_graph_has_few_operators(accept_graph, rule, candidates, most):
     """On a GPU each is a launch, or two; views are none."""
     views = {"Reshape", "Unsqueeze", "Squeeze", "Shape", "Range"}
     nodes = [node.op_type for node in onnx.load_from_string(accept_graph(rule, candidates)).graph.node]
@@ -243,7 +238,7 @@ def test_a_graph_has_few_operators(
 
 @settings(max_examples=120, deadline=None)
 @given(trees(), st.integers(0, 10**6))
-def test_typical_acceptance_graph_equals_numpy(typical: Any, tree: TokenTree, seed: int) -> None:
+def test_typical_acceptance_graph_equals_numpy(typical, tree, seed):
     random = np.random.default_rng(seed)
     threshold, alpha = random.uniform(0, 0.3), random.uniform(0, 1)
     params = params_of(seed).replace(acceptance="typical", posterior_threshold=threshold, posterior_alpha=alpha)
@@ -261,7 +256,7 @@ def test_typical_acceptance_graph_equals_numpy(typical: Any, tree: TokenTree, se
 
 
 @given(trees(), st.integers(0, 10**6))
-def test_typical_acceptance_is_the_rule_of_the_paper(tree: TokenTree, seed: int) -> None:
+def test_typical_acceptance_is_the_rule_of_the_paper(tree, seed):
     """Written out slowly: every path is judged on its own, the deepest wins, then the most probable."""
     random = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.9, posterior_threshold=0.12, posterior_alpha=0.4)
@@ -306,7 +301,7 @@ def fill() -> Any:
     ],
     ids=["chain", "star", "spine"],
 )
-def test_fill_graph_equals_the_proposer(fill: Any, choices: list[list[int]]) -> None:
+def test_fill_graph_equals_the_proposer(fill, choices):
     tree, random = TokenTree.from_choices(choices), np.random.default_rng(0)
     for _ in range(40):
         ids = np.stack([random.permutation(50)[:CANDIDATES] for _ in range(tree.depth)])
@@ -331,7 +326,7 @@ def test_fill_graph_equals_the_proposer(fill: Any, choices: list[list[int]]) -> 
             assert dict(zip(node_ids[node].tolist(), q[node].tolist(), strict=True)) == probs_of
 
 
-def test_fill_graph_of_stages_equals_the_proposer() -> None:
+def test_fill_graph_of_stages_equals_the_proposer():
     choices = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]
     tree, random, stages = TokenTree.from_choices(choices), np.random.default_rng(0), 4
     fill, width = plain_session(serialized(trace_fill(CANDIDATES, stages))), tree.level_width + 1
@@ -356,7 +351,7 @@ def test_fill_graph_of_stages_equals_the_proposer() -> None:
     assert len(pairs) == len(set(tree.parents[1:])) == len(set(rows.tolist()))
 
 
-def test_a_commit_moves_the_rows_of_the_path_and_no_others_that_are_seen() -> None:
+def test_a_commit_moves_the_rows_of_the_path_and_no_others_that_are_seen():
     shapes = [CacheLayer(heads=2, key_size=4, value_size=4), CacheLayer(heads=1, key_size=8, value_size=4)]
     commit, random = plain_session(serialized(trace_commit(shapes))), np.random.default_rng(1)
     rows, past, path = 16, np.array([3, 7]), np.array([[0, 2, 5, 0, 0, 0], [0, 1, 3, 4, 0, 0]])
@@ -386,9 +381,7 @@ class MostProbable(torch.nn.Module):
 @pytest.mark.parametrize(
     ("vocab", "block"), [(1 << 14, 128), (29 * 600, 120), (29 * 1733, 29), (16_411, None), (11, None)]
 )
-def test_the_most_probable_tokens_are_found_and_ties_go_to_the_lower_id(
-    tmp_path: Path, vocab: int, block: int | None
-) -> None:
+def test_the_most_probable_tokens_are_found_and_ties_go_to_the_lower_id(tmp_path, vocab, block):
     program = torch.onnx.export(
         MostProbable().eval(), (torch.zeros(2, 3, vocab),), dynamo=True, opset_version=20, verbose=False
     )

@@ -81,7 +81,7 @@ def _matrices(bundle: Path, model: Model) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("layout", FORMATS)
-def test_quantized_checkpoints_are_built_unchanged(tmp_path: Path, layout: str) -> None:
+def test_quantized_checkpoints_are_built_unchanged(tmp_path, layout):
     quantized, plain = make_quantized(tmp_path, layout)
     loaded, expected = load_checkpoint(str(quantized)).model.state_dict(), load_file(plain / "model.safetensors")
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in expected.items())
@@ -105,7 +105,7 @@ def test_quantized_checkpoints_are_built_unchanged(tmp_path: Path, layout: str) 
     assert report.passed, report
 
 
-def test_mxfp4_experts_are_kept_in_int8(tmp_path: Path) -> None:
+def test_mxfp4_experts_are_kept_in_int8(tmp_path):
     quantized, plain = make_mxfp4(tmp_path)
     loaded, expected = load_checkpoint(str(quantized)).model.state_dict(), load_file(plain / "model.safetensors")
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in expected.items())
@@ -120,7 +120,7 @@ def test_mxfp4_experts_are_kept_in_int8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["fp8", "mxfp4"])
-def test_transformers_reads_the_same(tmp_path: Path, layout: str) -> None:
+def test_transformers_reads_the_same(tmp_path, layout):
     """Where it needs no other package; it rounds to bfloat16."""
     quantized, _ = make_mxfp4(tmp_path) if layout == "mxfp4" else make_quantized(tmp_path, layout)
     theirs = AutoModelForCausalLM.from_pretrained(quantized).state_dict()
@@ -145,15 +145,7 @@ def test_transformers_reads_the_same(tmp_path: Path, layout: str) -> None:
         ("fp8", None, "native", "tensorrt-rtx", False),
     ],
 )
-def test_scales_are_kept_where_they_fit(
-    small: Small,
-    tmp_path: Path,
-    layout: str,
-    precision: StoredAs | None,
-    lowering: LoweredAs,
-    backend: BackendName,
-    kept: bool,
-) -> None:
+def test_scales_are_kept_where_they_fit(small, tmp_path, layout, precision, lowering, backend, kept):
     quantized, _ = small(layout)
     stored = _built(quantized, tmp_path / "bundle", precision, lowering, backend).precision
     before = stored.quantized_before
@@ -162,33 +154,33 @@ def test_scales_are_kept_where_they_fit(
     assert before.rest == ("bf16" if precision is None else None)
 
 
-def test_fp32_dequantizes(small: Small, tmp_path: Path) -> None:
+def test_fp32_dequantizes(small, tmp_path):
     precision = _built(small("awq")[0], tmp_path / "bundle", "fp32").precision
     assert precision.weights == "fp32" and precision.quantized_before is not None
     assert (precision.quantized_before.kept, precision.quantized_before.converted) == (0, 0)
 
 
-def test_zero_points_are_not_compiled_for_tensorrt(small: Small, tmp_path: Path) -> None:
+def test_zero_points_are_not_compiled_for_tensorrt(small, tmp_path):
     _built(small("awq")[0], tmp_path / "bundle")
     with pytest.raises(BuildError, match=r"have zero points.*build with --backend tensorrt-rtx"):
         compile_bundle(tmp_path / "bundle", CompileOptions(backend="tensorrt-rtx"))
 
 
-def test_a_head_stored_with_its_embedding_is_not_compiled_for_tensorrt(tmp_path: Path) -> None:
+def test_a_head_stored_with_its_embedding_is_not_compiled_for_tensorrt(tmp_path):
     tied = make_checkpoint(tmp_path / "tied", "qwen3")
     _built(tied, tmp_path / "bundle", "int8")
     with pytest.raises(BuildError, match=r"the target's head is stored once.*build with --backend tensorrt-rtx"):
         compile_bundle(tmp_path / "bundle", CompileOptions(backend="tensorrt-rtx"))
 
 
-def test_the_head_of_a_quantized_checkpoint_is_found(small: Small) -> None:
+def test_the_head_of_a_quantized_checkpoint_is_found(small):
     quantized, plain = small("awq")
     table = stored_table(quantized, head=True)
     assert table.name == "lm_head.weight"
     assert torch.equal(table.finite(quantized), load_file(plain / "model.safetensors")["lm_head.weight"])
 
 
-def test_symmetric_zero_points_tell_their_version(small: Small, tmp_path: Path) -> None:
+def test_symmetric_zero_points_tell_their_version(small, tmp_path):
     """As of GPTQ-Int4 checkpoints that are in the second version and say that they are in the first."""
     other = shutil.copytree(small("gptq")[0], tmp_path / "second")
     tensors = load_file(other / "model.safetensors")
@@ -198,7 +190,7 @@ def test_symmetric_zero_points_tell_their_version(small: Small, tmp_path: Path) 
     assert all(torch.equal(a.read(), b.read()) for a, b in zip(first, second, strict=True))
 
 
-def test_the_language_model_may_state_its_quantization(small: Small) -> None:
+def test_the_language_model_may_state_its_quantization(small):
     """As in some multimodal checkpoints."""
     path = small("gptq_int8")[0] / "config.json"
     config = json.loads(path.read_text())
@@ -253,7 +245,7 @@ def _set(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
         ("int8", _set(f"{Q}.weight_scale", lambda t: t * torch.nan), r"weight_scale' holds numbers that are not fin"),
     ],
 )  # fmt: skip
-def test_faults_are_named(small: Small, tmp_path: Path, layout: str, change: Change, message: str) -> None:
+def test_faults_are_named(small, tmp_path, layout, change, message):
     quantized = shutil.copytree(small(layout)[0], tmp_path / "quantized")
     tensors, config = load_file(quantized / "model.safetensors"), json.loads((quantized / "config.json").read_text())
     change(tensors, config["quantization_config"])
@@ -263,7 +255,7 @@ def test_faults_are_named(small: Small, tmp_path: Path, layout: str, change: Cha
         load_checkpoint(str(quantized))
 
 
-def test_checkpoints_of_mlx_are_refused_by_name(small: Small, tmp_path: Path) -> None:
+def test_checkpoints_of_mlx_are_refused_by_name(small, tmp_path):
     folder = shutil.copytree(small("awq")[0], tmp_path / "mlx")
     config = json.loads((folder / "config.json").read_text())
     config["quantization"] = {"group_size": 64, "bits": 4}
@@ -281,9 +273,7 @@ def test_checkpoints_of_mlx_are_refused_by_name(small: Small, tmp_path: Path) ->
         ("down_proj_blocks", lambda t: t[..., :8].clone(), r"down_proj_blocks' has shape .*; expected blocks of 16"),
     ],
 )
-def test_wrong_experts_are_named(
-    tmp_path: Path, name: str, make: Callable[[torch.Tensor], torch.Tensor], message: str
-) -> None:
+def test_wrong_experts_are_named(tmp_path, name, make, message):
     quantized, _ = make_mxfp4(tmp_path)
     tensors = load_file(quantized / "model.safetensors")
     full = f"model.layers.0.mlp.experts.{name}"

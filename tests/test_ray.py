@@ -44,14 +44,12 @@ wait = partial(wait_until, every=0.2)  # requests that ask how things are shall 
         (["--replicas", "3", "--max-replicas", "2"], "max_replicas is 2; expected at least replicas, 3"),
     ],
 )
-def test_wrong_flags_are_named(
-    bundle: Bundles, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_flags_are_named(bundle, words, message, capsys):
     assert main(["serve", str(bundle("llama-near")), "--ray", *words]) == 1
     assert message in capsys.readouterr().err
 
 
-def test_no_flag_is_ignored() -> None:
+def test_no_flag_is_ignored():
     from specexport.server.ray import Settings
 
     refused = {*options(BuildSettings), "tensor_parallel_size"}
@@ -69,13 +67,13 @@ def test_no_flag_is_ignored() -> None:
         ("tensorrt", {"gpus": 0.5}, 0.5),
     ],
 )
-def test_a_replica_gets_a_gpu_where_one_runs_the_bundle(backend: str, arguments: dict[str, Any], gpus: float) -> None:
+def test_a_replica_gets_a_gpu_where_one_runs_the_bundle(backend, arguments, gpus):
     from specexport.server.ray import Settings
 
     assert Settings(bundle="a", threads=3, **arguments).actor(backend) == {"num_cpus": 3, "num_gpus": gpus}
 
 
-def test_routing_keys_are_prompt_prefixes() -> None:
+def test_routing_keys_are_prompt_prefixes():
     from specexport.server.ray import prompt_key
 
     def key(**body: Any) -> str | None:
@@ -89,7 +87,7 @@ def test_routing_keys_are_prompt_prefixes() -> None:
     assert (key(prompt=7), key(), prompt_key(b"[]"), prompt_key(b"\xff")) == (None, None, None, None)
 
 
-def test_stalled_replicas_are_unhealthy(bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_replicas_are_unhealthy(bundle, monkeypatch):
     from specexport.server.ray import EngineReplica, Settings
 
     async def live() -> None:
@@ -121,7 +119,7 @@ async def _chosen(names: list[str], key: str | None) -> list[list[str]]:
     return [[replica.replica_id.unique_id for replica in rank] for rank in ranks]
 
 
-def test_prompts_with_a_common_prefix_go_to_one_replica() -> None:
+def test_prompts_with_a_common_prefix_go_to_one_replica():
     names = [f"replica{number}" for number in range(8)]
     first = {key: asyncio.run(_chosen(names, key))[0][0] for key in map(str, range(400))}
     counts = [list(first.values()).count(name) for name in names]
@@ -263,7 +261,7 @@ def right(load: Load, texts: dict[str, dict[str, str]]) -> None:
 
 
 @pytest.mark.slow
-def test_overload_sends_retry_after_and_leaving_frees_a_slot(cluster: Cluster, bundle: Bundles) -> None:
+def test_overload_sends_retry_after_and_leaving_frees_a_slot(cluster, bundle):
     cluster.deploy(bundle(MODELS["first"]), "first", replicas=1, max_queue=2)
     body = {"prompt": PROMPTS[0], "max_tokens": 480, "temperature": 0, "n": 4, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=JOIN) as answer:
@@ -285,9 +283,7 @@ def test_overload_sends_retry_after_and_leaving_frees_a_slot(cluster: Cluster, b
 
 
 @pytest.mark.slow
-def test_a_replica_that_dies_takes_its_own_requests_with_it(
-    cluster: Cluster, bundle: Bundles, texts: dict[str, dict[str, str]]
-) -> None:
+def test_a_replica_that_dies_takes_its_own_requests_with_it(cluster, bundle, texts):
     cluster.deploy(bundle(MODELS["first"]), "first")
     before = cluster.metric("request_success_total")
     assert len(before) == 2
@@ -322,9 +318,7 @@ def test_a_replica_that_dies_takes_its_own_requests_with_it(
 
 
 @pytest.mark.slow
-def test_a_bundle_is_exchanged_without_a_refused_request(
-    cluster: Cluster, bundle: Bundles, texts: dict[str, dict[str, str]]
-) -> None:
+def test_a_bundle_is_exchanged_without_a_refused_request(cluster, bundle, texts):
     cluster.deploy(bundle(MODELS["first"]), "first")
     with Load(cluster.url) as load:
         load.more(12)
@@ -339,9 +333,7 @@ def test_a_bundle_is_exchanged_without_a_refused_request(
 
 
 @pytest.mark.slow
-def test_a_config_file_scales_with_the_requests_that_wait(
-    cluster: Cluster, bundle: Bundles, texts: dict[str, dict[str, str]], tmp_path: Path
-) -> None:
+def test_a_config_file_scales_with_the_requests_that_wait(cluster, bundle, texts, tmp_path):
     scale = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "upscale_delay_s": 1}
     config = {
         "applications": [
@@ -385,7 +377,7 @@ def _replicas(cluster: Cluster) -> int:
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_command_finishes_streams(bundle: Bundles, texts: dict[str, dict[str, str]]) -> None:
+def test_sigterm_to_the_command_finishes_streams(bundle, texts):
     port = free_port()
     command = [sys.executable, "-m", "specexport", "serve", str(bundle(MODELS["first"])), "--ray", "--replicas", "2"]
     command += ["--port", str(port), "--threads", "1", "--no-calibrate", "--served-model-name", "first"]

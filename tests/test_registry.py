@@ -24,7 +24,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
 
 
-def test_no_other_package_tells_methods_apart_by_type() -> None:
+def test_no_other_package_tells_methods_apart_by_type():
     kinds = {method_type(name).__name__ for name in known()}
     calls = [
         f"{name}:{node.lineno}"
@@ -40,7 +40,7 @@ def test_no_other_package_tells_methods_apart_by_type() -> None:
     assert {"runtime/step.py", "exporter/build.py", "server/app.py"} <= {name for name, _ in sources()}
 
 
-def test_every_method_is_an_entry_point_with_a_proposer() -> None:
+def test_every_method_is_an_entry_point_with_a_proposer():
     folders = {path.stem for path in (ROOT / "methods").iterdir() if path.name[0] != "_"}
     assert set(known()) == folders - {"hidden_states"}, "install the package again (make .venv/.dev)"
     for name in known():
@@ -74,9 +74,7 @@ def _broken() -> Any:
         (lambda: Demanding, "'must' has to have a default"),
     ],
 )
-def test_somebody_else_s_package_is_named_if_it_does_not_fit(
-    load: Callable[[], Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_somebody_else_s_package_is_named_if_it_does_not_fit(load, reason, monkeypatch):
     ours = tuple(plugins.entry_points(group=methods.GROUP))
     monkeypatch.setattr(plugins, "entry_points", lambda group: [*ours, _Entry(load)])
     for cached in (plugins.installed, methods.method_type):
@@ -89,7 +87,7 @@ def test_somebody_else_s_package_is_named_if_it_does_not_fit(
             cached.cache_clear()
 
 
-def test_an_installation_without_entry_points_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installation_without_entry_points_says_what_to_do(monkeypatch):
     monkeypatch.setattr(plugins, "entry_points", lambda group: [])
     plugins.installed.cache_clear()
     try:

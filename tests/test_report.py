@@ -77,7 +77,7 @@ def hostile(bundle: Bundles, tmp_path: Path) -> Bundles:
     return lambda name: copytree(bundle(name), tmp_path / HOSTILE.replace("/", "."))
 
 
-def test_bench(hostile: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench(hostile, tmp_path, capsys):
     folder, page = hostile("qwen3-lookup"), tmp_path / "bench.html"
     data = tmp_path / "data.jsonl"
     words = "one two three one two three one two"
@@ -105,7 +105,7 @@ def test_bench(hostile: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "onerror" in capsys.readouterr().out
 
 
-def test_tune_tree(hostile: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_tree(hostile, tmp_path, capsys):
     folder, page = hostile("qwen3-medusa"), tmp_path / "tune.html"
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"the {word} of all words and more"}) + "\n" for word in "abcdef"))
@@ -128,7 +128,7 @@ def test_tune_tree(hostile: Bundles, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert sum(text.startswith("node ") for text in tree) == 1 + len(best["choices"])
 
 
-def test_tune_batch(bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_batch(bundle, tmp_path, capsys):
     page = tmp_path / "batch.html"
     words = ["tune", "batch", str(bundle("qwen3-lookup")), "--threads", "1", "--seconds", "0.2"]
     assert main([*words, "--json", "--plot", str(page)]) == 0
@@ -145,7 +145,7 @@ def test_tune_batch(bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.exporter
-def test_verify(hostile: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify(hostile, tmp_path, capsys):
     folder, page = hostile("qwen3-medusa"), tmp_path / "verify.html"
     words = ["verify", str(folder), "-n", "8", "--json", "--report", str(page)]
     assert main(words) == 0
@@ -170,9 +170,7 @@ def test_verify(hostile: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert page_parts.pictures == []
 
 
-def test_a_report_that_cannot_be_written_costs_no_time(
-    bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_that_cannot_be_written_costs_no_time(bundle, tmp_path, monkeypatch, capsys):
     refused, access = tmp_path / "refused.html", os.access
     monkeypatch.setattr(
         "specexport.commands.report.os.access", lambda path, mode: path != tmp_path and access(path, mode)
@@ -186,7 +184,7 @@ def test_a_report_that_cannot_be_written_costs_no_time(
         assert output.out == ""
 
 
-def test_terminal_output_is_shown(tmp_path: Path) -> None:
+def test_terminal_output_is_shown(tmp_path):
     table = Table("a < b", ("name", "value"), "lr")
     table.add_row(Styled("x", "bold red"), "1\n2")
     report.write(tmp_path / "page.html", HOSTILE, [table, "", Styled("done", "green")])
@@ -199,7 +197,7 @@ def test_terminal_output_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("largest", [0.0, 1e-7, 0.3, 1.0, 7.0, 123456.0])
-def test_charts_hold_their_points(largest: float) -> None:
+def test_charts_hold_their_points(largest):
     line = [(1.0, largest / 3), (2.0, largest / 2), (9.0, largest)]
     drawn = ElementTree.fromstring(report.lines("x", "y", {f"line {n}": line for n in range(7)}, ("level", largest)))
     _, _, width, height = map(float, drawn.attrib["viewBox"].split())
@@ -220,7 +218,7 @@ def test_charts_hold_their_points(largest: float) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_a_browser_shows_it_and_asks_for_nothing_more(tmp_path: Path) -> None:
+def test_a_browser_shows_it_and_asks_for_nothing_more(tmp_path):
     chart = report.lines("nodes", "tokens/s", {HOSTILE: [(1, 2), (3, 4)]}, (HOSTILE, 3))
     parts = [
         HOSTILE,

@@ -82,7 +82,7 @@ def one_draft(p: np.ndarray, token: int, ids: np.ndarray, q: np.ndarray, noise: 
 @example(np.zeros(4, np.float32), SamplingParams(top_p=0.5))
 @example(np.array([1, 1, 0, 0], np.float32), SamplingParams(top_k=1))
 @example(np.array([3, 1, 3, 1, 0], np.float32), SamplingParams(top_k=3, top_p=0.9, min_p=0.1))
-def test_target_distribution_is_the_one_written_out_slowly(logits: np.ndarray, params: SamplingParams) -> None:
+def test_target_distribution_is_the_one_written_out_slowly(logits, params):
     assume(not on_the_edge(logits, params))
     np.testing.assert_allclose(p_of(logits, params), warped(logits, params), rtol=1e-9, atol=1e-12)
 
@@ -99,7 +99,7 @@ def on_the_edge(logits: np.ndarray, params: SamplingParams) -> bool:
 
 
 @given(hnp.arrays(np.int64, st.integers(2, 40), elements=st.integers(-400, 400), unique=True), st.data())
-def test_top_p_reached_exactly_is_enough(hundredths: np.ndarray, data: st.DataObject) -> None:
+def test_top_p_reached_exactly_is_enough(hundredths, data):
     logits = (hundredths / 100).astype(np.float32)
     cumulative = np.cumsum(np.sort(p_of(logits, SamplingParams()))[::-1])
     kept = data.draw(st.integers(1, len(logits) - 1))
@@ -109,7 +109,7 @@ def test_top_p_reached_exactly_is_enough(hundredths: np.ndarray, data: st.DataOb
 
 
 @given(some_logits)
-def test_low_temperatures_become_greedy(logits: np.ndarray) -> None:
+def test_low_temperatures_become_greedy(logits):
     first, second = np.sort(logits)[::-1][:2]
     assume(first - second > 1e-2)
     for temperature in (1e-4, 1e-5, 1e-6, 1e-30, 1e-320, 0.0):
@@ -123,7 +123,7 @@ def test_low_temperatures_become_greedy(logits: np.ndarray) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("broken", [slice(None), slice(2, 5)])
-def test_logits_that_are_no_numbers_do_not_stop_a_step(params: SamplingParams, broken: slice) -> None:
+def test_logits_that_are_no_numbers_do_not_stop_a_step(params, broken):
     logits = np.zeros((3, 9), np.float32)
     logits[:, broken] = np.nan
     with np.errstate(invalid="ignore"):
@@ -135,7 +135,7 @@ def test_logits_that_are_no_numbers_do_not_stop_a_step(params: SamplingParams, b
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("size", [3000, 20_011])
 @pytest.mark.parametrize("ties", [False, True])
-def test_top_p_of_large_vocabularies(spread: float, top_p: float, size: int, ties: bool) -> None:
+def test_top_p_of_large_vocabularies(spread, top_p, size, ties):
     """Few tokens or nearly all of them are kept, depending on how the logits are spread."""
     logits = np.random.default_rng(5).normal(0, spread, size).astype(np.float32)
     logits = logits.round(2) if ties else logits
@@ -156,7 +156,7 @@ def test_top_p_of_large_vocabularies(spread: float, top_p: float, size: int, tie
     ],
     ids=str,
 )
-def test_filters_equal_transformers(params: SamplingParams) -> None:
+def test_filters_equal_transformers(params):
     import torch
     from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper
     from transformers import TopKLogitsWarper as TopK
@@ -176,7 +176,7 @@ def test_filters_equal_transformers(params: SamplingParams) -> None:
 
 
 @given(st.integers(1, 5000), st.integers(0, 10**6), st.lists(uniforms, min_size=1))
-def test_draw_of_a_large_vocabulary(size: int, seed: int, noise: list[float]) -> None:
+def test_draw_of_a_large_vocabulary(size, seed, noise):
     """Blocks of it, the last one shorter, some of them empty."""
     random = np.random.default_rng(seed)
     p = random.exponential(size=size) * (random.random(size) < random.choice([0.001, 0.1, 1]))
@@ -190,13 +190,13 @@ def test_draw_of_a_large_vocabulary(size: int, seed: int, noise: list[float]) ->
 
 
 @given(distributions, st.floats(1e-3, 1e3), uniforms)
-def test_draw_does_not_need_a_sum_of_one(p: np.ndarray, scale: float, uniform: float) -> None:
+def test_draw_does_not_need_a_sum_of_one(p, scale, uniform):
     assume(np.abs(np.cumsum(p) - uniform).min() > 1e-9)
     assert Distribution(None, p * scale).draw(uniform) == Distribution(None, p).draw(uniform)
 
 
 @given(distributions)
-def test_draws_stay_in_range(p: np.ndarray) -> None:
+def test_draws_stay_in_range(p):
     assert [form.draw(1.0) for form in forms(p)] == [np.flatnonzero(p)[-1]] * 2
 
 
@@ -204,7 +204,7 @@ def test_draws_stay_in_range(p: np.ndarray) -> None:
 
 
 @given(p_and_q())
-def test_residual_is_the_positive_part_of_p_minus_q(case: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+def test_residual_is_the_positive_part_of_p_minus_q(case):
     p, ids, q = case
     whole = np.zeros(len(p))
     whole[ids] = q
@@ -215,14 +215,14 @@ def test_residual_is_the_positive_part_of_p_minus_q(case: tuple[np.ndarray, np.n
 
 
 @given(distributions)
-def test_residual_of_equal_distributions_is_p(p: np.ndarray) -> None:
+def test_residual_of_equal_distributions_is_p(p):
     exactly = np.asarray(p, np.float32)
     for form in forms(exactly.astype(np.float64)):
         np.testing.assert_array_equal(everywhere(form.residual(np.arange(len(p)), exactly), len(p)), exactly)
 
 
 @given(distributions, st.data())
-def test_each_token_has_its_probability_in_either_form(p: np.ndarray, data: st.DataObject) -> None:
+def test_each_token_has_its_probability_in_either_form(p, data):
     token = data.draw(st.integers(0, len(p) - 1))
     assert [form.of(token) for form in forms(p)] == [p[token], p[token]]
 
@@ -231,9 +231,7 @@ def test_each_token_has_its_probability_in_either_form(p: np.ndarray, data: st.D
 
 
 @given(p_and_q(), uniforms, uniforms, st.data())
-def test_draft_tokens_are_accepted_with_probability_p_over_q(
-    case: tuple[np.ndarray, np.ndarray, np.ndarray], first: float, last: float, data: st.DataObject
-) -> None:
+def test_draft_tokens_are_accepted_with_probability_p_over_q(case, first, last, data):
     p, ids, q = case
     token = data.draw(st.sampled_from(ids[q > 0].tolist()))
     p_x, q_x = p_of(as_logits(p), SamplingParams())[token], float(q[ids == token][0])
@@ -243,9 +241,7 @@ def test_draft_tokens_are_accepted_with_probability_p_over_q(
 
 
 @given(p_and_q(), uniforms, uniforms, st.data())
-def test_tokens_the_target_cannot_say_are_never_accepted_nor_drawn(
-    case: tuple[np.ndarray, np.ndarray, np.ndarray], first: float, last: float, data: st.DataObject
-) -> None:
+def test_tokens_the_target_cannot_say_are_never_accepted_nor_drawn(case, first, last, data):
     p, ids, q = case
     token = data.draw(st.sampled_from(ids[q > 0].tolist()))
     accepted, following = one_draft(p, token, ids, q, (first, last))
@@ -254,9 +250,7 @@ def test_tokens_the_target_cannot_say_are_never_accepted_nor_drawn(
 
 
 @given(p_and_q(), st.data())
-def test_a_rejected_token_is_not_drawn_again(
-    case: tuple[np.ndarray, np.ndarray, np.ndarray], data: st.DataObject
-) -> None:
+def test_a_rejected_token_is_not_drawn_again(case, data):
     p, ids, q = case
     token = data.draw(st.sampled_from(ids[q > 0].tolist()))
     whole = np.zeros(len(p))
@@ -270,9 +264,7 @@ def test_a_rejected_token_is_not_drawn_again(
 
 
 @given(some_logits, sampling(), st.integers(1, 5), st.data())
-def test_a_draft_equal_to_the_target_is_always_accepted(
-    row: np.ndarray, params: SamplingParams, k: int, data: st.DataObject
-) -> None:
+def test_a_draft_equal_to_the_target_is_always_accepted(row, params, k, data):
     p = p_of(row, params)
     ids = np.flatnonzero(p)
     # Rounded down, as q is float32: rounding up by an ulp may reject with a probability of an ulp.
@@ -286,7 +278,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(
 
 
 @given(st.integers(0, 6), st.integers(0, 6), uniforms)
-def test_acceptance_stops_at_the_first_rejection(k: int, wrong: int, last: float) -> None:
+def test_acceptance_stops_at_the_first_rejection(k, wrong, last):
     size = 8
     logits = np.full((k + 1, size), -np.inf, np.float32)
     logits[np.arange(k + 1), np.arange(k + 1)] = 0.0  # the text 0, 1, 2, ... and no other
@@ -301,9 +293,7 @@ def test_acceptance_stops_at_the_first_rejection(k: int, wrong: int, last: float
 
 
 @given(distributions, uniforms, uniforms, st.data())
-def test_tokens_chosen_without_drawing_are_accepted_with_probability_p(
-    p: np.ndarray, first: float, last: float, data: st.DataObject
-) -> None:
+def test_tokens_chosen_without_drawing_are_accepted_with_probability_p(p, first, last, data):
     token = data.draw(st.integers(0, len(p) - 1))
     logits = np.stack([as_logits(p)] * 2)
     exact = p_of(logits[0], SamplingParams())
@@ -316,9 +306,7 @@ def test_tokens_chosen_without_drawing_are_accepted_with_probability_p(
 
 
 @given(some_logits, sampling(), uniforms)
-def test_without_draft_tokens_the_next_token_is_drawn_from_p(
-    row: np.ndarray, params: SamplingParams, uniform: float
-) -> None:
+def test_without_draft_tokens_the_next_token_is_drawn_from_p(row, params, uniform):
     nothing = np.empty(0, np.int64)
     accepted, token = accept_chain(row[None], nothing, None, params, np.array([uniform]))
     assert (accepted, token) == (0, target_distribution(row, params).draw(uniform))
@@ -326,7 +314,7 @@ def test_without_draft_tokens_the_next_token_is_drawn_from_p(
 
 
 @given(hnp.arrays(np.float32, (5, 6), elements=st.integers(-3, 3).map(float)), st.data())
-def test_greedy_acceptance_is_comparing_token_by_token(logits: np.ndarray, data: st.DataObject) -> None:
+def test_greedy_acceptance_is_comparing_token_by_token(logits, data):
     best = [row.tolist().index(max(row.tolist())) for row in logits]
     tokens = [data.draw(st.one_of(st.just(token), st.integers(0, 5))) for token in best[:4]]
     expected = 0
@@ -336,7 +324,7 @@ def test_greedy_acceptance_is_comparing_token_by_token(logits: np.ndarray, data:
 
 
 @given(some_logits, sampling(), uniforms)
-def test_greedy_sampling_equals_greedy_acceptance(row: np.ndarray, params: SamplingParams, uniform: float) -> None:
+def test_greedy_sampling_equals_greedy_acceptance(row, params, uniform):
     for greedy in (params.replace(temperature=0.0), params.replace(top_k=1)):
         noise = np.array([uniform])
         _, token = accept_sampled(row[None], TokenTree.chain(1), np.empty(0, np.int64), None, greedy, noise)
@@ -369,12 +357,12 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize(("field", "value"), [(name, value) for name in OUT_OF_RANGE for value in OUT_OF_RANGE[name]])
-def test_parameters_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
+def test_parameters_out_of_range_are_refused_by_name(field, value):
     with pytest.raises(RequestError, match=f"^{field} is ") as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
 
 
-def test_one_stop_text_needs_no_tuple() -> None:
+def test_one_stop_text_needs_no_tuple():
     assert SamplingParams(stop="end").stop == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")

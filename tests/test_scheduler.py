@@ -86,7 +86,7 @@ def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[Ba
     return thread, errors
 
 
-def test_a_request_may_start_while_another_thread_ends_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_may_start_while_another_thread_ends_its_turn(monkeypatch):
     """The turn ends between two looks that the scheduler's clock takes at it."""
     stepping, may_end, here = threading.Event(), threading.Event(), threading.get_ident()
 
@@ -114,7 +114,7 @@ def test_a_request_may_start_while_another_thread_ends_its_turn(monkeypatch: pyt
     assert len(complete(request).token_ids) == 3
 
 
-def test_a_request_that_could_not_start_may_start_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_could_not_start_may_start_later(monkeypatch):
     shared = scheduler(Counting())
     request = stream(shared)
     with monkeypatch.context() as patch:
@@ -127,7 +127,7 @@ def test_a_request_that_could_not_start_may_start_later(monkeypatch: pytest.Monk
     assert errors == []
 
 
-def test_closing_waits_for_the_turn_that_another_thread_takes() -> None:
+def test_closing_waits_for_the_turn_that_another_thread_takes():
     leaving, may_leave = threading.Event(), threading.Event()
 
     def released(slot: int) -> None:
@@ -147,7 +147,7 @@ def test_closing_waits_for_the_turn_that_another_thread_takes() -> None:
     assert reader_errors == closer_errors == []
 
 
-def test_closing_ends_every_request_of_its_thread_while_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_ends_every_request_of_its_thread_while_others_leave(monkeypatch):
     """Another thread's turn has a request leave between two looks of :meth:`Scheduler.close` at those running."""
     looking, left = threading.Event(), threading.Event()
 
@@ -183,7 +183,7 @@ def test_closing_ends_every_request_of_its_thread_while_others_leave(monkeypatch
     assert [stream_._request.abandoned for stream_ in streams] == [True] * 3
 
 
-def test_an_engine_that_does_not_get_on_says_so() -> None:
+def test_an_engine_that_does_not_get_on_says_so():
     stepping, may_end, broken = threading.Event(), threading.Event(), [True] * 4
 
     class Failing(Counting):

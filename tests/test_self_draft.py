@@ -1,8 +1,6 @@
 """The target's first layers as its draft: their graph, the weights they share, and what they propose."""
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams
 from specexport.verify.bundle import verify
 from tests.checkpoints import make_checkpoint
-from tests.fixtures import Bundles, Engines
 from tests.manifests import Document, rewritten
 from tests.ways import ways
 
@@ -24,7 +21,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 NAME = "gemma2-self"
 
 
-def test_it_is_the_targets_first_layers(bundle: Bundles, engine: Engines) -> None:
+def test_it_is_the_targets_first_layers(bundle, engine):
     report = verify(bundle(NAME), prompts=("one two three", "some words of it"), max_tokens=12)
     assert report.verdict == "passed", report
     names = [check.name for check in report.checks]
@@ -36,7 +33,7 @@ def test_it_is_the_targets_first_layers(bundle: Bundles, engine: Engines) -> Non
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
-def test_no_weight_is_stored_twice(tmp_path: Path, precision: Any) -> None:
+def test_no_weight_is_stored_twice(tmp_path, precision):
     target = str(make_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=3))
     options = {"target": target, "precision": precision, "max_seq_len": 128}
     plain = build(BuildOptions(output=tmp_path / "plain", **options))
@@ -52,7 +49,7 @@ def test_no_weight_is_stored_twice(tmp_path: Path, precision: Any) -> None:
         assert tokens.stats.drafted > 0
 
 
-def test_layers_it_cannot_have_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_it_cannot_have_are_refused(tmp_path, capsys):
     target = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
     for count in (0, 2):
         with pytest.raises(BuildError, match=f"layers is {count}, but .* has 2 layers; expected 1 to 1|>= 1"):
@@ -65,7 +62,7 @@ def test_layers_it_cannot_have_are_refused(tmp_path: Path, capsys: pytest.Captur
     assert "self_draft, the target's first layer: 2 draft tokens a step" in shown
 
 
-def test_its_shape_points_are_checked(bundle: Bundles, tmp_path: Path) -> None:
+def test_its_shape_points_are_checked(bundle, tmp_path):
     folder = shutil.copytree(bundle(NAME), tmp_path / "bundle")
 
     def narrow(document: Document) -> None:

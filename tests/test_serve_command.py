@@ -4,7 +4,6 @@ import json
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from benchmarks.__main__ import parser
 from benchmarks.serving import server
 from specexport.cli import main
-from tests.fixtures import Bundles
 from tests.serving import with_chat_template
 from tests.threads import wait_until
 
@@ -41,15 +39,13 @@ pytestmark = pytest.mark.exporter  # as are the benchmarks, which make models
         (["{}", "--ray", "--precision", "int8"], "leave out --precision"),
     ],
 )
-def test_wrong_flags_are_named(
-    bundle: Bundles, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_flags_are_named(bundle, words, message, capsys):
     words = [word.format(bundle("llama-near")) if word == "{}" else word for word in words]
     assert main(["serve", *words]) == (1 if words == ["./nowhere"] or "magic" in message else 2)
     assert message in capsys.readouterr().err
 
 
-def test_an_address_that_is_taken_is_named_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_that_is_taken_is_named_before_anything_is_loaded(capsys):
     with socket.socket() as occupied:
         occupied.bind(("127.0.0.1", 0))
         occupied.listen()
@@ -65,16 +61,14 @@ def test_an_address_that_is_taken_is_named_before_anything_is_loaded(capsys: pyt
             assert line.endswith("; choose an address that is free here\n")
 
 
-def test_without_ray_its_extra_is_named(
-    bundle: Bundles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_ray_its_extra_is_named(bundle, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "specexport.server.ray", raising=False)
     assert main(["serve", str(bundle("llama-near")), "--ray"]) == 1
     assert "pip install 'specexport[ray]'" in capsys.readouterr().err
 
 
-def test_sigterm_finishes_streams(bundle: Bundles) -> None:
+def test_sigterm_finishes_streams(bundle):
     flags = ("-tp", "1", "--seed", "42", "--max_model_len", "256", "--gpu_memory_utilization", "0.8", "--api_key", "k")
     config = '{"num_speculative_tokens": 2, "method": "draft_model"}'
     with server(bundle("llama-near"), *flags, "--no-calibrate", "--speculative_config", config, threads=1) as running:
@@ -91,7 +85,7 @@ def test_sigterm_finishes_streams(bundle: Bundles) -> None:
         assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_second_ctrl_c_ends_streams(bundle: Bundles, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_second_ctrl_c_ends_streams(bundle, capfd):
     with server(bundle("llama-near"), "--no-calibrate", threads=1) as running:
         body = {"prompt": "a", "n": 64, "max_tokens": 500, "temperature": 1, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as answer:
@@ -104,7 +98,7 @@ def test_a_second_ctrl_c_ends_streams(bundle: Bundles, capfd: pytest.CaptureFixt
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_short_soak_loses_nothing(bundle: Bundles, tmp_path: Path) -> None:
+def test_a_short_soak_loses_nothing(bundle, tmp_path):
     """Latencies are the whole soak's to judge, not this one's of seconds."""
     out, folder = tmp_path / "soak.json", with_chat_template(bundle("llama-near-batch"), tmp_path / "bundle")
     words = ["soak", "--bundle", str(folder), "--minutes", "0.2", "--threads", "1", "--json", str(out)]
@@ -121,7 +115,7 @@ def test_a_short_soak_loses_nothing(bundle: Bundles, tmp_path: Path) -> None:
     assert figures["stopping"] == figures["stopping"] | {"streams": 4, "ended_well": 4, "exit_code": 0}
 
 
-def test_the_load_benchmark_runs(bundle: Bundles, tmp_path: Path) -> None:
+def test_the_load_benchmark_runs(bundle, tmp_path):
     out = tmp_path / "serve.json"
     words = ["serve", "--bundle", str(bundle("llama-near")), "--requests", "6", "--concurrency", "3", "--threads", "1"]
     arguments = parser().parse_args([*words, "--new-tokens", "16", "--prompt-chars", "40", "--json", str(out)])

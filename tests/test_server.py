@@ -60,7 +60,7 @@ def answer_text(tiny: Served, prompt: Any, **params: Any) -> Any:
 # --- completions ------------------------------------------------------------------------------------------------------
 
 
-def test_the_example_of_vllms_documentation_runs_as_it_is(tiny: Served) -> None:
+def test_the_example_of_vllms_documentation_runs_as_it_is(tiny):
     client = openai.OpenAI(api_key="EMPTY", base_url=f"{tiny.url}/v1")
     model = client.models.list().data[0].id
     completion = client.completions.create(
@@ -74,7 +74,7 @@ def test_the_example_of_vllms_documentation_runs_as_it_is(tiny: Served) -> None:
     assert {choice.index for part in streamed for choice in part.choices} == {0, 1}
 
 
-def test_completions_equal_the_engines(tiny: Served, client: openai.OpenAI) -> None:
+def test_completions_equal_the_engines(tiny, client):
     expected = answer_text(tiny, PROMPT, temperature=0.0, max_tokens=16, ignore_eos=True)
     response = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, **GREEDY)
     assert response.choices[0].text == expected.text
@@ -84,7 +84,7 @@ def test_completions_equal_the_engines(tiny: Served, client: openai.OpenAI) -> N
     assert response.usage.total_tokens == response.usage.prompt_tokens + 16
 
 
-def test_a_streamed_completion_says_the_same_in_pieces(tiny: Served, client: openai.OpenAI) -> None:
+def test_a_streamed_completion_says_the_same_in_pieces(tiny, client):
     expected = answer_text(tiny, PROMPT, temperature=0.0, max_tokens=40, ignore_eos=True)
     stream = client.completions.create(
         model=NAME, prompt=PROMPT, max_tokens=40, stream=True, stream_options={"include_usage": True}, **GREEDY
@@ -98,7 +98,7 @@ def test_a_streamed_completion_says_the_same_in_pieces(tiny: Served, client: ope
     assert len({part.id for part in parts}) == 1
 
 
-def test_prompts_come_as_texts_and_tokens(tiny: Served, client: openai.OpenAI) -> None:
+def test_prompts_come_as_texts_and_tokens(tiny, client):
     ids = tiny.service.engine.frontend.engine.encode(PROMPT)
     alone = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=6, **GREEDY).choices[0].text
     for prompt, count in (([PROMPT, "what"], 2), (ids, 1), ([ids, [5, 6]], 2)):
@@ -107,14 +107,14 @@ def test_prompts_come_as_texts_and_tokens(tiny: Served, client: openai.OpenAI) -
         assert response.choices[0].text == alone
 
 
-def test_echo_and_no_tokens(client: openai.OpenAI) -> None:
+def test_echo_and_no_tokens(client):
     for stream in (False, True):
         response = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=0, echo=True, stream=stream)
         parts = list(response) if stream else [response]
         assert "".join(choice.text for part in parts for choice in part.choices) == PROMPT
 
 
-def test_stop_texts_seeds_and_n(tiny: Served, client: openai.OpenAI) -> None:
+def test_stop_texts_seeds_and_n(tiny, client):
     whole = answer_text(tiny, PROMPT, temperature=0.0, max_tokens=16, ignore_eos=True).text
     stop = whole[4:6]
     response = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=16, stop=[stop], **GREEDY)
@@ -126,7 +126,7 @@ def test_stop_texts_seeds_and_n(tiny: Served, client: openai.OpenAI) -> None:
     assert len(set(texts[0])) == 3
 
 
-def test_an_event_is_one_line_to_every_client(tiny: Served) -> None:
+def test_an_event_is_one_line_to_every_client(tiny):
     prompt = "a\x85b\u2028c\u2029d\x0be\x0cf\x1cg\x1eh\r\ni"
     body = {"prompt": prompt, "echo": True, "max_tokens": 0, "stream": True}
     with httpx.stream("POST", f"{tiny.url}/v1/completions", json=body, timeout=120) as answer:
@@ -135,7 +135,7 @@ def test_an_event_is_one_line_to_every_client(tiny: Served) -> None:
 
 
 @pytest.mark.parametrize(("room", "echo"), [(0, True), (5, True), (8, False)])
-def test_logprobs_are_the_engines(tiny: Served, client: openai.OpenAI, room: int, echo: bool) -> None:
+def test_logprobs_are_the_engines(tiny, client, room, echo):
     """Of the output, and with ``echo`` of the prompt before it."""
     params: dict[str, Any] = {"temperature": 0.0, "max_tokens": room, "ignore_eos": True, "logprobs": 2}
     expected = answer_text(tiny, PROMPT, **params, prompt_logprobs=2 if echo else None)
@@ -158,7 +158,7 @@ def test_logprobs_are_the_engines(tiny: Served, client: openai.OpenAI, room: int
     assert [value for entry in streamed for value in entry.text_offset or []] == details.text_offset
 
 
-def test_speculation_is_chosen_and_reported_on_request(client: openai.OpenAI) -> None:
+def test_speculation_is_chosen_and_reported_on_request(client):
     texts = []
     for count in (0, 2, 7):
         speculative = {"num_speculative_tokens": count} | ({"method": "draft_model"} if count else {})
@@ -174,7 +174,7 @@ def test_speculation_is_chosen_and_reported_on_request(client: openai.OpenAI) ->
 # --- chats ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_chat_is_put_into_the_models_words(tiny: Served, client: openai.OpenAI) -> None:
+def test_a_chat_is_put_into_the_models_words(tiny, client):
     prompt = tiny.service.engine.frontend.engine.tokenizer.encode(
         "<s>system: be brief\nuser: one two\nassistant:", add_special_tokens=False
     ).ids
@@ -190,7 +190,7 @@ def test_a_chat_is_put_into_the_models_words(tiny: Served, client: openai.OpenAI
     assert again.choices[0].message.content == expected.text
 
 
-def test_a_streamed_chat_says_the_same_in_pieces(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_says_the_same_in_pieces(client):
     asked: Any = {"model": NAME, "messages": CHAT, "max_tokens": 30, "n": 2, "seed": 3, "temperature": 0.9}
     whole = client.chat.completions.create(**asked)
     parts = list(client.chat.completions.create(**asked, stream=True))
@@ -201,7 +201,7 @@ def test_a_streamed_chat_says_the_same_in_pieces(client: openai.OpenAI) -> None:
     assert all(part.object == "chat.completion.chunk" for part in parts)
 
 
-def test_chat_logprobs_name_tokens_and_bytes(client: openai.OpenAI) -> None:
+def test_chat_logprobs_name_tokens_and_bytes(client):
     arguments: Any = {"messages": CHAT, "max_tokens": 6, "logprobs": True, "top_logprobs": 3, **GREEDY}
     response = client.chat.completions.create(model=NAME, **arguments)
     content = response.choices[0].logprobs.content
@@ -212,26 +212,26 @@ def test_chat_logprobs_name_tokens_and_bytes(client: openai.OpenAI) -> None:
         assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
 
 
-def test_template_errors_are_request_errors(client: openai.OpenAI) -> None:
+def test_template_errors_are_request_errors(client):
     with pytest.raises(openai.BadRequestError, match="no tools") as caught:
         client.chat.completions.create(model=NAME, messages=[{"role": "tool", "content": "x", "tool_call_id": "a"}])
     assert caught.value.param == "messages"
 
 
-def test_a_request_names_variables_of_the_template_and_no_arguments(http: httpx.Client) -> None:
+def test_a_request_names_variables_of_the_template_and_no_arguments(http):
     names = ("self", "source", "variables", "template", "args", "known", "__class__")
     body = {"messages": CHAT, "max_tokens": 1, "chat_template_kwargs": dict.fromkeys(names, 1)}
     assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
-def test_an_answer_may_be_sent_back_as_the_client_holds_it(client: openai.OpenAI) -> None:
+def test_an_answer_may_be_sent_back_as_the_client_holds_it(client):
     first = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=4)
     message: Any = first.choices[0].message
     client.chat.completions.create(model=NAME, messages=[*CHAT, message, CHAT[1]], max_tokens=4)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_the_models_reasoning_reaches_its_template(name: str) -> None:
+def test_the_models_reasoning_reaches_its_template(name):
     message = ChatMessage.model_validate({"role": "assistant", "content": "4", name: "2 and 2"})
     template = ChatTemplate("{{ messages[0].reasoning_content }}: {{ messages[0].content }}", {})
     assert template.render([template_message(message)]) == "2 and 2: 4"
@@ -247,7 +247,7 @@ SCHEMA = {
 }
 
 
-def test_an_answer_is_bound_to_a_schema(client: openai.OpenAI) -> None:
+def test_an_answer_is_bound_to_a_schema(client):
     named: Any = {"type": "json_schema", "json_schema": {"name": "pet", "strict": True, "schema": SCHEMA}}
     for seed in (1, 2, 3):
         response = client.chat.completions.create(
@@ -267,7 +267,7 @@ def test_an_answer_is_bound_to_a_schema(client: openai.OpenAI) -> None:
     assert caught.value.param == "response_format"
 
 
-def test_a_prediction_is_verified(client: openai.OpenAI) -> None:
+def test_a_prediction_is_verified(client):
     plain = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=32, **GREEDY)
     text = plain.choices[0].message.content or ""
     response = client.chat.completions.create(
@@ -279,7 +279,7 @@ def test_a_prediction_is_verified(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(("steps", "accepted", "output", "used"), [(1, 8, 3, 3), (2, 16, 11, 10), (2, 9, 11, 9)])
-def test_usage_counts_what_is_in_the_output(steps: int, accepted: int, output: int, used: int) -> None:
+def test_usage_counts_what_is_in_the_output(steps, accepted, output, used):
     """A step may accept draft tokens behind the output's end."""
     expected = {"type": "content", "content": "a"}
     body = ChatRequest.model_validate({"messages": CHAT, "prediction": expected, "include_speculation": True})
@@ -290,7 +290,7 @@ def test_usage_counts_what_is_in_the_output(steps: int, accepted: int, output: i
     assert usage.speculation.acceptance_length == stats.acceptance_length == output / steps
 
 
-def test_a_prediction_is_not_verified_without_speculation(client: openai.OpenAI) -> None:
+def test_a_prediction_is_not_verified_without_speculation(client):
     plain = {"speculative": {"num_speculative_tokens": 0}}
     expected: Any = {"type": "content", "content": "a"}
     with pytest.raises(openai.BadRequestError, match="give one of them") as caught:
@@ -301,7 +301,7 @@ def test_a_prediction_is_not_verified_without_speculation(client: openai.OpenAI)
 # --- the other endpoints ----------------------------------------------------------------------------------------------
 
 
-def test_models_tokenize_health_and_ready(http: httpx.Client, client: openai.OpenAI, tiny: Served) -> None:
+def test_models_tokenize_health_and_ready(http, client, tiny):
     assert [model.id for model in client.models.list().data] == [NAME, "also"]
     assert client.models.retrieve(NAME).id == NAME
     engine = tiny.service.engine.frontend.engine
@@ -331,7 +331,7 @@ def test_models_tokenize_health_and_ready(http: httpx.Client, client: openai.Ope
     assert http.get("/ready").json() == {"status": "ready"}
 
 
-def test_metrics_count_what_happened(http: httpx.Client, client: openai.OpenAI, tiny: Served) -> None:
+def test_metrics_count_what_happened(http, client, tiny):
     def read() -> dict[str, float]:
         lines = http.get("/metrics").text.splitlines()
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
@@ -473,9 +473,7 @@ CUT = {"type": "function", "name": "f", "parameters": {"title": HALF}}
         ("chat/completions", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages is set"),
     ],
 )
-def test_a_wrong_request_is_answered_with_the_field(
-    http: httpx.Client, path: str, body: dict[str, Any] | None, param: str, words: str
-) -> None:
+def test_a_wrong_request_is_answered_with_the_field(http, path, body, param, words):
     sent = json.dumps({} if body is None else {**NEEDED[path], **body})
     answer = http.post(f"/v1/{path}", content=sent, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
@@ -510,9 +508,7 @@ NO_JSON = "Content-Type than application/json"
         (b'{"prompt": "' + b"a" * 120_000 + b'"}', {}, 413, ""),
     ],
 )
-def test_a_body_that_cannot_be_read_is_explained(
-    http: httpx.Client, content: bytes, headers: dict[str, str], status: int, words: str
-) -> None:
+def test_a_body_that_cannot_be_read_is_explained(http, content, headers, status, words):
     answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"} | headers)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
@@ -520,7 +516,7 @@ def test_a_body_that_cannot_be_read_is_explained(
     assert words in error["message"]
 
 
-def test_a_body_that_does_not_say_how_long_it_is_is_cut_off(http: httpx.Client) -> None:
+def test_a_body_that_does_not_say_how_long_it_is_is_cut_off(http):
     def endless() -> Iterator[bytes]:
         yield b'{"prompt": "'
         for _ in range(200):
@@ -531,15 +527,13 @@ def test_a_body_that_does_not_say_how_long_it_is_is_cut_off(http: httpx.Client) 
     assert "more than 100000 bytes" in answer.json()["error"]["message"]
 
 
-def test_other_models_are_refused(client: openai.OpenAI) -> None:
+def test_other_models_are_refused(client):
     with pytest.raises(openai.NotFoundError, match="model 'gpt-5' is not served; there is 'tiny', 'also'") as caught:
         client.completions.create(model="gpt-5", prompt="a")
     assert caught.value.code == "model_not_found"
 
 
-def test_an_unforeseen_error_tells_nothing_of_this_machine(
-    http: httpx.Client, tiny: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unforeseen_error_tells_nothing_of_this_machine(http, tiny, monkeypatch):
     def broken(*_: Any) -> None:
         raise OSError("/secret/path: gone")
 
@@ -555,7 +549,7 @@ def test_an_unforeseen_error_tells_nothing_of_this_machine(
 # --- keys, queues, deadlines, clients that leave ----------------------------------------------------------------------
 
 
-def test_api_keys(folder: Path) -> None:
+def test_api_keys(folder):
     with served(folder, api_keys=["first", "sécond"]) as running, httpx.Client(base_url=running.url) as http:
         for key, status in (("first", 200), ("sécond", 200), ("firs", 401), ("firstt", 401), (None, 401)):
             headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
@@ -570,7 +564,7 @@ def test_api_keys(folder: Path) -> None:
             openai.OpenAI(base_url=f"{running.url}/v1", api_key="wrong").models.list()
 
 
-def test_a_full_queue_is_refused_with_a_time_to_retry(folder: Path) -> None:
+def test_a_full_queue_is_refused_with_a_time_to_retry(folder):
     long = {"prompt": "a", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
     with served(folder, max_queue=1) as running, httpx.Client(base_url=running.url, timeout=120) as http:
         slots = running.service.engine.slots
@@ -591,9 +585,7 @@ def test_a_full_queue_is_refused_with_a_time_to_retry(folder: Path) -> None:
         assert f"at most {slots + 1}" in many.json()["error"]["message"]
 
 
-def test_too_many_outputs_are_refused_before_any_is_prepared(
-    tiny: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_outputs_are_refused_before_any_is_prepared(tiny, http, monkeypatch):
     """128 prompts of 128 outputs would be 16,384 grammars: minutes, and gigabytes."""
     prepared: list[object] = []
     monkeypatch.setattr(tiny.service.engine.frontend, "streams", lambda *streams: prepared.append(streams))
@@ -604,7 +596,7 @@ def test_too_many_outputs_are_refused_before_any_is_prepared(
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_leaves_frees_its_slot(tiny: Served, streamed: bool) -> None:
+def test_a_client_that_leaves_frees_its_slot(tiny, streamed):
     body = {"prompt": "a", "max_tokens": 500, "temperature": 0, "ignore_eos": True, "stream": streamed, "n": 3}
     engine = tiny.service.engine
     tiny.idle()
@@ -633,7 +625,7 @@ def _tokens(tiny: Served) -> float:
     return tiny.service.metrics.registry.get_sample_value("specexport:generation_tokens_total", {"model_name": NAME})
 
 
-def test_a_deadline_ends_a_request_with_its_own_error(http: httpx.Client, client: openai.OpenAI) -> None:
+def test_a_deadline_ends_a_request_with_its_own_error(http, client):
     body = {"prompt": "a", "max_tokens": 500, "temperature": 0, "ignore_eos": True, "timeout": 0.02}
     answer = http.post("/v1/completions", json=body)
     assert answer.status_code == 504
@@ -643,7 +635,7 @@ def test_a_deadline_ends_a_request_with_its_own_error(http: httpx.Client, client
         list(client.completions.create(model=NAME, prompt="a", max_tokens=500, stream=True, extra_body=extra))
 
 
-def test_the_servers_own_deadline_holds(folder: Path) -> None:
+def test_the_servers_own_deadline_holds(folder):
     with served(folder, timeout=0.02) as running, httpx.Client(base_url=running.url, timeout=120) as http:
         body = {"prompt": "a", "max_tokens": 500, "temperature": 0, "ignore_eos": True, "timeout": 100}
         assert http.post("/v1/completions", json=body).status_code == 504
@@ -652,14 +644,14 @@ def test_the_servers_own_deadline_holds(folder: Path) -> None:
 # --- chat templates ---------------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_a_template_is_named_before_its_tools(bundle: Bundles) -> None:
+def test_a_model_without_a_template_is_named_before_its_tools(bundle):
     with served(bundle("llama-near")) as bare:
         body = {"messages": CHAT, "tools": [TOOL]}
         error = httpx.post(f"{bare.url}/v1/chat/completions", json=body).json()["error"]
     assert (error["param"], "has no chat template" in error["message"]) == ("messages", True)
 
 
-def test_parts_of_a_message_are_lines_of_a_text(tiny: Served, client: openai.OpenAI) -> None:
+def test_parts_of_a_message_are_lines_of_a_text(tiny, client):
     parts: Any = [{"type": "text", "text": "one two"}, {"type": "text", "text": "three"}]
     lines: Any = [{"role": "user", "content": "one two\nthree"}]
     told = tiny.answer("/tokenize", messages=[{"role": "user", "content": parts}])
@@ -681,7 +673,7 @@ def test_parts_of_a_message_are_lines_of_a_text(tiny: Served, client: openai.Ope
     assert answers[0].usage == answers[1].usage
 
 
-def test_requests_choose_among_templates(bundle: Bundles, tmp_path: Path) -> None:
+def test_requests_choose_among_templates(bundle, tmp_path):
     """Tools choose one, a name any; the form in which calls are written is the chosen one's."""
     only_parts = "{% for m in messages %}{% for c in m.content %}{{ c.text }} {% endfor %}{% endfor %}{{ documents }}"
     folder = with_chat_template(bundle("llama-near"), tmp_path / "bundle", tool_use=HERMES, rag=only_parts)
@@ -731,7 +723,7 @@ def _stream(url: str, max_tokens: int, events: list[str], begun: threading.Event
 
 
 @pytest.mark.parametrize(("patience", "finished"), [(60.0, True), (0.0, False)])
-def test_stopping_finishes_streams_or_says_that_it_does_not(folder: Path, patience: float, finished: bool) -> None:
+def test_stopping_finishes_streams_or_says_that_it_does_not(folder, patience, finished):
     events: list[str] = []
     begun = threading.Event()
     with served(folder, patience=patience) as running:
@@ -747,9 +739,7 @@ def test_stopping_finishes_streams_or_says_that_it_does_not(folder: Path, patien
         assert last["error"]["code"] == "shutting_down"
 
 
-def test_requests_during_shutdown_are_refused(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_during_shutdown_are_refused(folder, caplog, monkeypatch):
     """On new connections: a port that is closed would say nothing."""
     events: list[str] = []
     begun = threading.Event()
@@ -774,7 +764,7 @@ def test_requests_during_shutdown_are_refused(
     assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
 
 
-def test_bodies_that_still_come_do_not_delay_a_shutdown(folder: Path) -> None:
+def test_bodies_that_still_come_do_not_delay_a_shutdown(folder):
     with served(folder, patience=60.0) as running:
         place = httpx.URL(running.url)
         client = socket.create_connection((place.host, place.port), timeout=60)
@@ -786,13 +776,13 @@ def test_bodies_that_still_come_do_not_delay_a_shutdown(folder: Path) -> None:
     assert time.monotonic() - began < 30
 
 
-def test_the_models_context_bounds_outputs_without_a_limit(tiny: Served, http: httpx.Client) -> None:
+def test_the_models_context_bounds_outputs_without_a_limit(tiny, http):
     body = {"prompt": [5] * 500, "max_tokens": None, "temperature": 0, "ignore_eos": True}
     result = http.post("/v1/completions", json=body).json()
     assert result["usage"]["completion_tokens"] == 12  # of a context of 512
 
 
-def test_usage_counts_prefix_cache_hits(tiny: Served) -> None:
+def test_usage_counts_prefix_cache_hits(tiny):
     prompt, other = [5 + at % 11 for at in range(60)], [6 + at % 13 for at in range(40)]
 
     def cached(path: str, **body: Any) -> int:

@@ -33,12 +33,12 @@ def document(running: Served) -> Any:
 # By hand instead of with schemathesis' own pytest plugin, which does not know pytest 9.
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize("place", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
-def test_every_answer_is_one_the_document_knows(document: Any, place: str, mode: GenerationMode) -> None:
+def test_every_answer_is_one_the_document_knows(document, place, mode):
     check(document[place]["POST"], mode, 40)
 
 
 @pytest.mark.parametrize("place", ["/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics"])
-def test_read_only_objects_match_the_documentation(document: Any, place: str) -> None:
+def test_read_only_objects_match_the_documentation(document, place):
     check(document[place]["GET"], GenerationMode.POSITIVE, 5)
 
 
@@ -55,7 +55,7 @@ def check(operation: Any, mode: GenerationMode, examples: int) -> None:
     run()
 
 
-def test_nothing_is_left_of_it(running: Served) -> None:
+def test_nothing_is_left_of_it(running):
     running.idle()
     answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60)
     assert answer.status_code == 200

@@ -77,7 +77,7 @@ def long_requests() -> Iterator[tuple[str, bytes, str]]:
     yield "/v1/completions", b"\xff" * 4_000_000, "invalid_json"
 
 
-def test_health_answers_while_long_requests_come(running: Served) -> None:
+def test_health_answers_while_long_requests_come(running):
     with watch(running.url) as took, httpx.Client(base_url=running.url, timeout=120) as http:
         for path, body, code in long_requests():
             answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
@@ -88,7 +88,7 @@ def test_health_answers_while_long_requests_come(running: Served) -> None:
     running.idle()
 
 
-def test_health_answers_while_long_answers_are_written(running: Served) -> None:
+def test_health_answers_while_long_answers_are_written(running):
     body = {**LONG, "n": 8, "logprobs": 20, "echo": True}
     with watch(running.url) as took:
         answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=120)
@@ -98,7 +98,7 @@ def test_health_answers_while_long_answers_are_written(running: Served) -> None:
     assert max(took) < HANG
 
 
-def test_a_long_body_that_is_mostly_text_is_read(running: Served) -> None:
+def test_a_long_body_that_is_mostly_text_is_read(running):
     """Commas, colons and brackets count outside of texts only."""
     text = '{"a": [1, 2, "\\\\"]}, ' * 15_000
     body = {"messages": [{"role": "user", "content": "a"}], "user": "u", "chat_template_kwargs": {"unused": text}}
@@ -117,7 +117,7 @@ def post_head(url: str, size: int) -> socket.socket:
     return result
 
 
-def test_large_bodies_are_in_hand_up_to_a_bound(folder: Path) -> None:
+def test_large_bodies_are_in_hand_up_to_a_bound(folder):
     size = 12 << 20
 
     def refused(server: Served) -> bytes:
@@ -149,7 +149,7 @@ def sent(url: str, body: dict[str, Any], version: str = "1.1") -> socket.socket:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_ends_its_side_is_answered(running: Served, stream: bool) -> None:
+def test_a_client_that_ends_its_side_is_answered(running, stream):
     with sent(running.url, LONG | {"max_tokens": 40, "stream": stream}) as client:
         client.shutdown(socket.SHUT_WR)
         with client.makefile("rb") as file:
@@ -162,7 +162,7 @@ def test_a_client_that_ends_its_side_is_answered(running: Served, stream: bool) 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_is_gone_is_not_computed_for(running: Served, version: str, stream: bool) -> None:
+def test_a_client_that_is_gone_is_not_computed_for(running, version, stream):
     engine, metrics = running.service.engine, running.service.metrics.registry
     labels = {"model_name": NAME, "finished_reason": "abort"}
 
@@ -176,7 +176,7 @@ def test_a_client_that_is_gone_is_not_computed_for(running: Served, version: str
     wait_until(lambda: aborted() == before + 8, "the request went on")
 
 
-def test_unknown_endpoints_are_answered_with_those_there_are(running: Served) -> None:
+def test_unknown_endpoints_are_answered_with_those_there_are(running):
     known = "POST /v1/completions, POST /v1/chat/completions, POST /v1/responses, POST /tokenize, GET /health"
     for method, path, status in (
         ("GET", "/v1/nothing", 404),
@@ -192,7 +192,7 @@ def test_unknown_endpoints_are_answered_with_those_there_are(running: Served) ->
     assert set(answer.headers["Allow"].split(", ")) == {"GET", "HEAD"}
 
 
-def test_full_queues_refuse_before_reading_the_body(folder: Path) -> None:
+def test_full_queues_refuse_before_reading_the_body(folder):
     with served(folder, max_queue=0) as crowded, ExitStack() as stack:
         http = stack.enter_context(httpx.Client(base_url=crowded.url, timeout=60))
         for _ in range(crowded.service.engine.slots):
@@ -203,7 +203,7 @@ def test_full_queues_refuse_before_reading_the_body(folder: Path) -> None:
             assert stranger.recv(100).startswith(b"HTTP/1.1 401")
 
 
-def test_small_switch_intervals_lose_no_request(bundle: Bundles) -> None:
+def test_small_switch_intervals_lose_no_request(bundle):
     """Threads change places a thousand times as often as they usually do."""
     before = sys.getswitchinterval()
     expected: dict[int, str] = {}

@@ -62,7 +62,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "compute"), [("fp16", None), ("int4", "bf16")])
-def test_every_rank_gets_an_engine(precision: str, compute: Any, split: Bundles, tmp_path: Path) -> None:
+def test_every_rank_gets_an_engine(precision, compute, split, tmp_path):
     """By the real TensorRT-RTX, for one slot and for two."""
     pytest.importorskip("tensorrt_rtx")
     folder = shutil.copytree(split(precision), tmp_path / "bundle")
@@ -86,7 +86,7 @@ def test_every_rank_gets_an_engine(precision: str, compute: Any, split: Bundles,
         runnable(manifest)
 
 
-def test_the_network_has_a_collective_for_each_meeting(split: Bundles, tmp_path: Path) -> None:
+def test_the_network_has_a_collective_for_each_meeting(split, tmp_path):
     trt = pytest.importorskip("tensorrt_rtx")
     folder = shutil.copytree(split("fp32") / "target", tmp_path / "target")
     source, sizes = folder / "rank-1/half.onnx", {"B": 1, "S": 256}
@@ -110,9 +110,7 @@ def test_the_network_has_a_collective_for_each_meeting(split: Bundles, tmp_path:
         ("glm4_moe", 6, {"n_shared_experts": 1, "first_k_dense_replace": 0, "head_dim": 16}),  # experts alike
     ],
 )
-def test_graphs_with_collectives_equal_their_segments(
-    family: str, meetings: int, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_with_collectives_equal_their_segments(family, meetings, more, tmp_path, monkeypatch):
     """Both ranks' graphs in one, in which a collective reads what both have; then the segments for ONNX Runtime."""
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if more else {}
     make_checkpoint(tmp_path / family, family, **{**GROUPED, "num_key_value_heads": 4}, **experts, **more)
@@ -229,9 +227,7 @@ def _together(parts: list[onnx.ModelProto]) -> onnx.ModelProto:
     return onnx.helper.make_model(whole, opset_imports=parts[0].opset_import, ir_version=parts[0].ir_version)
 
 
-def test_libraries_without_collectives_are_refused(
-    split: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_without_collectives_are_refused(split, tmp_path, monkeypatch):
     class Old:
         __version__ = "10.3.0"
 
@@ -252,9 +248,7 @@ def test_libraries_without_collectives_are_refused(
 
 
 @pytest.mark.parametrize(("compute", "kind"), [("fp16", 10), ("bf16", 16)])
-def test_segments_for_onnxruntime_meet_in_the_type_they_compute_in(
-    compute: Any, kind: int, split: Bundles, tmp_path: Path
-) -> None:
+def test_segments_for_onnxruntime_meet_in_the_type_they_compute_in(compute, kind, split, tmp_path):
     """And sizes do not go from one to another, where the host would read them back from the device."""
     folder = shutil.copytree(split("fp32") / "target/rank-1", tmp_path / "rank-1")
     write_source(folder / "step.onnx", folder / "half.onnx", compute, 0, {"S": 256}, compiled=False, ranks=2)
@@ -268,7 +262,7 @@ def test_segments_for_onnxruntime_meet_in_the_type_they_compute_in(
     assert all(len(value.type.tensor_type.shape.dim) > 2 for value in between)
 
 
-def test_every_rank_has_as_many_segments(split: Bundles, tmp_path: Path) -> None:
+def test_every_rank_has_as_many_segments(split, tmp_path):
     folder = shutil.copytree(split("fp32"), tmp_path / "bundle")
     for _ in range(2):  # again it takes the graphs that are there
         compile_bundle(folder, CompileOptions("onnxruntime-cuda"))
@@ -282,7 +276,7 @@ def test_every_rank_has_as_many_segments(split: Bundles, tmp_path: Path) -> None
         read_manifest(folder)
 
 
-def test_buffers_between_segments_are_large_enough() -> None:
+def test_buffers_between_segments_are_large_enough():
     """A carried value keeps its place until it was read for the last time; a part is apart from what it becomes."""
 
     def session(arguments: list[str], checkpoint: list[str], size: Any = "2*T") -> Any:
@@ -308,7 +302,7 @@ def test_buffers_between_segments_are_large_enough() -> None:
         _Exchange.of([session([], ["sum.0"], "S + Z")], point, 2)
 
 
-def test_engines_of_unknown_ranks_are_refused(split: Bundles, tmp_path: Path) -> None:
+def test_engines_of_unknown_ranks_are_refused(split, tmp_path):
     folder = compiled(split("fp32"), tmp_path / "bundle")
     manifest = read_manifest(folder)
     assert [engine.rank for engine in manifest.target.engines] == [0, 1]
@@ -348,7 +342,7 @@ def shared(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split:
         assert {f"step.slots.cuda.fp32.{at:03}.onnx" for at in range(7)} < set(module.opened)
 
 
-def test_split_targets_equal_the_cpu(shared: Path, split: Bundles) -> None:
+def test_split_targets_equal_the_cpu(shared, split):
     with (
         Engine.load(split("fp32"), threads=1, backend="onnxruntime") as cpu,
         Engine.load(shared, max_batch_size=2) as on_gpu,
@@ -366,14 +360,14 @@ def test_split_targets_equal_the_cpu(shared: Path, split: Bundles) -> None:
     assert not Path(f"/proc/{process}").exists()
 
 
-def test_the_target_s_engines_alone_meet(gpus: TensorRT) -> None:
+def test_the_target_s_engines_alone_meet(gpus):
     with Engine.load(gpus.folder):
         ours = [context for context in gpus.contexts if context.communicator is not None]
         assert {context._engine.file for context in ours} == {"target/rank-0/step.onnx"}
         assert len(ours) < len(gpus.contexts)  # the draft's have none
 
 
-def test_a_gpu_s_rank_that_ends_ends_the_others(shared: Path) -> None:
+def test_a_gpu_s_rank_that_ends_ends_the_others(shared):
     with Engine.load(shared) as engine:
         stream = engine.stream(PROMPTS[1], GREEDY.replace(max_tokens=80))
         next(stream)
@@ -385,7 +379,7 @@ def test_a_gpu_s_rank_that_ends_ends_the_others(shared: Path) -> None:
             engine.generate(PROMPTS[0], GREEDY)
 
 
-def test_features_missing_on_gpus_are_named(gpus: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_missing_on_gpus_are_named(gpus, monkeypatch):
     gpus.cuda.devices = 1
     with pytest.raises(BackendError, match="2 ranks, each with a GPU of its own, and CUDA shows 1; see CUDA_VISIBLE"):
         Engine.load(gpus.folder)
@@ -437,7 +431,7 @@ const char *ncclGetErrorString(int status) { return status == 5 ? "invalid usage
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
-def test_nccl_is_called_as_its_header_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_called_as_its_header_says(tmp_path, monkeypatch):
     """A library with NCCL's signatures, which checks what it is given."""
     source, built = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
     source.write_text(NCCL, encoding="utf-8")

@@ -19,7 +19,7 @@ from specexport.runtime.request import Completion, Request, Stream, complete
 from specexport.runtime.speculation.policy import SpeculationPolicy
 from specexport.runtime.speculative import PLAIN
 from tests.compiled import compiled
-from tests.fixtures import Bundles, Engines
+from tests.fixtures import Bundles
 from tests.step_program import GREEDY, SAMPLED, TYPICAL, program_of, same
 from tests.tensorrt_stand_in import TensorRT, installed
 
@@ -52,7 +52,7 @@ class Load(Protocol):
 
 
 @pytest.mark.parametrize("name", ["dice-mixed", "dice-medusa", "dice-mlp", *READ_AGAIN])
-def test_a_step_is_one_launch_and_one_wait(name: str, load: Load, gpu: TensorRT) -> None:
+def test_a_step_is_one_launch_and_one_wait(name, load, gpu):
     with load(name) as on_gpu:
         on_gpu.generate([5, 6, 7, 8], GREEDY)
         gpu.cuda.calls.clear()
@@ -64,7 +64,7 @@ def test_a_step_is_one_launch_and_one_wait(name: str, load: Load, gpu: TensorRT)
         assert set(gpu.cuda.calls) == {"cudaGraphLaunch", "cudaStreamSynchronize"}
 
 
-def test_requests_that_the_host_looks_into_share_graphs_and_caches(load: Load, engine: Engines, gpu: TensorRT) -> None:
+def test_requests_that_the_host_looks_into_share_graphs_and_caches(load, engine, gpu):
     """One after another in the same slot, each going on from what the last one's steps left in the caches."""
     cpu = engine("dice-mixed")
     with load("dice-mixed") as on_gpu:
@@ -90,7 +90,7 @@ def test_requests_that_the_host_looks_into_share_graphs_and_caches(load: Load, e
                 texts = [[*text, *done.token_ids] for text, done in zip(texts, completions, strict=True)]
 
 
-def test_lookahead_is_driven_from_the_host(load: Load, engine: Engines, gpu: TensorRT) -> None:
+def test_lookahead_is_driven_from_the_host(load, engine, gpu):
     with load("dice-lookahead") as on_gpu:
         ours = on_gpu.generate([7, 9, 11], GREEDY)
         assert ours.stats.execution == "graph per engine"
@@ -98,9 +98,7 @@ def test_lookahead_is_driven_from_the_host(load: Load, engine: Engines, gpu: Ten
         assert on_gpu.generate([7, 9, 11], GREEDY, PLAIN).stats.execution == "graph per step"
 
 
-def test_trees_that_a_budget_hands_out_run_in_larger_steps(
-    load: Load, bundle: Bundles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees_that_a_budget_hands_out_run_in_larger_steps(load, bundle, monkeypatch):
     """Chains of two draft tokens, which nothing was captured for, proposed from the host."""
 
     def assign(self: SpeculationPolicy, requests: Sequence[Request], joining: int = 0) -> None:
@@ -130,7 +128,7 @@ def _poison(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", ["dice-mixed", "dice-mlp"])
-def test_nothing_is_left_over_from_the_step_before(name: str, load: Load, bundle: Bundles, gpu: TensorRT) -> None:
+def test_nothing_is_left_over_from_the_step_before(name, load, bundle, gpu):
     """Every input, output and scratch byte on the device is poisoned before each step, the caches alone are kept."""
     with load(name) as on_gpu, Engine.load(bundle(name), backend="onnxruntime", threads=1) as cpu:
         _poison(on_gpu)
@@ -139,9 +137,7 @@ def test_nothing_is_left_over_from_the_step_before(name: str, load: Load, bundle
 
 
 @pytest.mark.parametrize(("most", "execution"), [(25, "graph per engine"), (0, "plain")])
-def test_without_one_graph_a_step_it_does_the_next_best_and_says_why(
-    most: int, execution: str, load: Load, engine: Engines, gpu: TensorRT
-) -> None:
+def test_without_one_graph_a_step_it_does_the_next_best_and_says_why(most, execution, load, engine, gpu):
     gpu.cuda.most_captured = most
     with load("dice-mixed") as on_gpu:
         ours = on_gpu.generate([7, 9, 11], SAMPLED)
@@ -194,7 +190,7 @@ def _together(engine: Engine, asks: Sequence[Ask]) -> list[Completion]:
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("name", TOGETHER)
-def test_batches_equal_single_requests_on_the_cpu(name: str, load: Load, bundle: Bundles, gpu: TensorRT) -> None:
+def test_batches_equal_single_requests_on_the_cpu(name, load, bundle, gpu):
     """Greedy and sampled, by every method and by none, joining and leaving, with prompts that begin alike."""
     asks = _asks(TOGETHER[name], GREEDY, SAMPLED)
     with Engine.load(bundle(name.replace("-batch", "")), threads=1, prefix_cache=False) as alone:
@@ -211,7 +207,7 @@ def test_batches_equal_single_requests_on_the_cpu(name: str, load: Load, bundle:
 
 
 @pytest.mark.usefixtures("whole_trees")
-def test_a_batch_that_no_one_graph_decides_is_driven_from_the_host(load: Load, engine: Engines, gpu: TensorRT) -> None:
+def test_a_batch_that_no_one_graph_decides_is_driven_from_the_host(load, engine, gpu):
     """Two rules of acceptance, or logits that the host reads: until those who want it have left."""
     for others in (TYPICAL, GREEDY.replace(logprobs=1)):
         asks: list[Ask] = [([7, 9, 11], others.replace(max_tokens=6), "draft_model"), ([5] * 20, SAMPLED, "ngram")]
@@ -227,7 +223,7 @@ def test_a_batch_that_no_one_graph_decides_is_driven_from_the_host(load: Load, e
 
 @pytest.mark.usefixtures("whole_trees")
 @pytest.mark.parametrize("name", ["dice-near-batch", "dice-mixed-batch", "dice-medusa-batch"])
-def test_a_step_of_all_slots_is_one_launch_and_one_wait(name: str, load: Load, gpu: TensorRT) -> None:
+def test_a_step_of_all_slots_is_one_launch_and_one_wait(name, load, gpu):
     asks = [([*STARTS[at], at], GREEDY.replace(max_tokens=12), TOGETHER[name][0]) for at in range(SLOTS)]
     with load(name, SLOTS) as on_gpu:
         _together(on_gpu, asks)
@@ -242,7 +238,7 @@ def test_a_step_of_all_slots_is_one_launch_and_one_wait(name: str, load: Load, g
 
 
 @pytest.mark.usefixtures("whole_trees")
-def test_nothing_of_another_slot_or_step_is_left_over(load: Load, bundle: Bundles, gpu: TensorRT) -> None:
+def test_nothing_of_another_slot_or_step_is_left_over(load, bundle, gpu):
     """As with one slot, everything but the caches is poisoned before each step."""
     asks = _asks(("draft_model", None), SAMPLED, GREEDY)
     with load("dice-mixed-batch", SLOTS) as on_gpu, Engine.load(bundle("dice-mixed"), threads=1) as alone:

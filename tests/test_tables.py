@@ -37,7 +37,7 @@ def on_terminal(program: str, columns: int = 80, **environment: str) -> str:
     return output.replace("\r\n", "\n")
 
 
-def test_a_table_is_text_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_is_text_where_there_is_no_terminal(capsys):
     show(table(), "", Styled("done", "green"))
     indent = " " * (len(MARKUP) - 2)
     assert capsys.readouterr().out.splitlines() == [
@@ -52,7 +52,7 @@ def test_a_table_is_text_where_there_is_no_terminal(capsys: pytest.CaptureFixtur
     ]
 
 
-def test_a_table_without_names_or_rows() -> None:
+def test_a_table_without_names_or_rows():
     without = Table()
     assert without.render(80, False) == ""
     without.add_row("a", "long " * 40)
@@ -62,7 +62,7 @@ def test_a_table_without_names_or_rows() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_long_cells_are_broken_where_a_line_ends(width: int) -> None:
+def test_long_cells_are_broken_where_a_line_ends(width):
     sheet = Table("", ("name", "sentence", "n"), "llr")
     words = [f"word{n}" for n in range(40)]
     sheet.add_row("a/path/" * 4, " ".join(words), "123")
@@ -73,7 +73,7 @@ def test_long_cells_are_broken_where_a_line_ends(width: int) -> None:
     assert "".join(line[:first].strip() for line in lines[2:]) == "a/path/" * 4
 
 
-def test_words_are_broken_last_and_numbers_before_them() -> None:
+def test_words_are_broken_last_and_numbers_before_them():
     sheet = Table("", ("method", "speed"), "lr")
     sheet.add_row("draft_model and ngram", "1.42, 1.17x, 22")
     assert sheet.render(28, False).splitlines()[2:] == ["draft_model  1.42, 1.17x, 22", "and ngram"]
@@ -85,7 +85,7 @@ def test_words_are_broken_last_and_numbers_before_them() -> None:
     ]
 
 
-def test_a_terminal_shows_styles_and_its_width() -> None:
+def test_a_terminal_shows_styles_and_its_width():
     program = (
         "from specexport.tables import Styled, Table, show\n"
         "made = Table('title', ('name', 'what'))\n"
@@ -115,7 +115,7 @@ def steps(pause: float = 0.0) -> None:
         progress("never done", 1, 2)
 
 
-def test_progress_is_one_line_per_step_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_one_line_per_step_without_a_terminal(capsys):
     steps()
     output = capsys.readouterr()
     assert output.out == ""
@@ -125,7 +125,7 @@ def test_progress_is_one_line_per_step_without_a_terminal(capsys: pytest.Capture
     assert [line.endswith("3.00MB of 3.00MB") for line in lines] == [False, True, False]
 
 
-def test_a_terminal_shows_bars_as_they_grow() -> None:
+def test_a_terminal_shows_bars_as_they_grow():
     output = on_terminal("from tests.test_tables import steps; steps(0.2)")
     bars = re.split("[\r\n]+", output)
     assert any(re.search(r"^writing +33% .* 1\.00MB of 3\.00MB, \S+ left", bar) for bar in bars)
@@ -133,20 +133,20 @@ def test_a_terminal_shows_bars_as_they_grow() -> None:
     assert [bar for bar in bars if "left" in bar and "100%" in bar] == []
 
 
-def test_a_step_may_be_done_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_may_be_done_again(capsys):
     with progress_bars() as progress:
         for done in (1, 2, 0, 2):
             progress("twice", done, 2)
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
-def test_steps_that_silence_libraries_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_that_silence_libraries_are_shown(capsys):
     with progress_bars() as progress, contextlib.redirect_stderr(io.StringIO()):
         progress("rounding", 2, 2)
     assert capsys.readouterr().err.startswith("rounding ")
 
 
-def test_bars_end_with_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bars_end_with_an_error(capsys):
     with pytest.raises(OSError, match="full"), progress_bars() as progress:
         progress("begun", 0, 1)
         raise OSError("full")

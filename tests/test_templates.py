@@ -63,7 +63,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_templates_are_found_and_chosen_as_transformers_does(tmp_path: Path, way: str) -> None:
+def test_templates_are_found_and_chosen_as_transformers_does(tmp_path, way):
     folder = written(tmp_path, WAYS[way])
     theirs = AutoTokenizer.from_pretrained(folder)
     several = isinstance(theirs.chat_template, dict)
@@ -90,7 +90,7 @@ def test_templates_are_found_and_chosen_as_transformers_does(tmp_path: Path, way
         {"chat_template.json": {"chat_template": "no"}, "tokenizer_config.json": {"chat_template": PLAIN}},
     ],
 )
-def test_a_processors_template_is_used_where_the_tokenizer_has_none(tmp_path: Path, files: dict[str, Any]) -> None:
+def test_a_processors_template_is_used_where_the_tokenizer_has_none(tmp_path, files):
     assert rendered(written(tmp_path, files), None, {}) == "<s>user: one "
 
 
@@ -115,9 +115,7 @@ DIFFER: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("files", "named"), DIFFER)
-def test_a_processors_template_is_named_where_it_differs(
-    tmp_path: Path, files: dict[str, Any], named: str | None
-) -> None:
+def test_a_processors_template_is_named_where_it_differs(tmp_path, files, named):
     folder = written(tmp_path, files)
     used = load_tokenizer(folder).chat_templates
     theirs = ProcessorMixin.get_processor_dict(folder)[0].get("chat_template")
@@ -138,12 +136,12 @@ def test_a_processors_template_is_named_where_it_differs(
         ({"tokenizer_config.json": {"chat_template": 5}}, r"tokenizer_config\.json: chat_template 'default' is int"),
     ],
 )
-def test_invalid_templates_are_named(tmp_path: Path, files: dict[str, Any], message: str) -> None:
+def test_invalid_templates_are_named(tmp_path, files, message):
     with pytest.raises(BuildError, match=message):
         load_tokenizer(written(tmp_path, files))
 
 
-def test_a_bundle_holds_all_templates(tmp_path: Path) -> None:
+def test_a_bundle_holds_all_templates(tmp_path):
     source = written(make_checkpoint(tmp_path / "model", "llama"), {JINJA: PLAIN, **ADDITIONAL})
     written(source, {"processor_config.json": {"chat_template": "another"}})
     folder = build(BuildOptions(target=str(source), output=tmp_path / "bundle", max_seq_len=256))

@@ -66,7 +66,7 @@ def split(built: Built) -> Iterator[Engine]:
         ("qwen3", 2, "int4"),
     ],
 )
-def test_texts_are_those_of_one_process(built: Built, family: str, ranks: int, precision: str) -> None:
+def test_texts_are_those_of_one_process(built, family, ranks, precision):
     """In fp32 token for token the whole model's; and whatever is stored, speculation changes no bit of them."""
     alone, split = built(family, 1, precision), built(family, ranks, precision)
     texts, scores = [], []
@@ -85,9 +85,7 @@ def test_texts_are_those_of_one_process(built: Built, family: str, ranks: int, p
         np.testing.assert_allclose(scores[0], scores[1], atol=1e-4)
 
 
-def test_verify_runs_every_rank(
-    built: Built, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_runs_every_rank(built, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     bundle = built("llama", 2, "fp32")
     assert main(["verify", str(bundle)]) == 0
@@ -95,7 +93,7 @@ def test_verify_runs_every_rank(
     assert "split among 2 processes" in capsys.readouterr().out
 
 
-def test_mixtures_are_split_by_the_columns_of_their_experts(tmp_path: Path) -> None:
+def test_mixtures_are_split_by_the_columns_of_their_experts(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     make_checkpoint(tmp_path / "mixture", "qwen3_moe", **GROUPED, head_dim=16, **experts)
     require_split_parity(load_checkpoint(str(tmp_path / "mixture")), 2)
@@ -108,7 +106,7 @@ def test_mixtures_are_split_by_the_columns_of_their_experts(tmp_path: Path) -> N
     assert texts[0] == texts[1]
 
 
-def test_a_rank_that_ends_ends_the_others(split: Engine) -> None:
+def test_a_rank_that_ends_ends_the_others(split):
     processes = followers()
     assert len(processes) == 1
     stream = split.stream(PROMPTS[0], GREEDY.replace(max_tokens=200))
@@ -121,7 +119,7 @@ def test_a_rank_that_ends_ends_the_others(split: Engine) -> None:
     assert followers() == []
 
 
-def test_a_silent_rank_counts_as_lost(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_counts_as_lost(built, monkeypatch):
     monkeypatch.setattr(runtime_ranks, "_TIMEOUT", 1.0)
     monkeypatch.setattr(runtime_ranks, "_SHUTDOWN", 0.1)
     with Engine.load(built("llama", 2, "fp32"), threads=2, calibrate=False) as engine:
@@ -132,7 +130,7 @@ def test_a_silent_rank_counts_as_lost(built: Built, monkeypatch: pytest.MonkeyPa
         assert followers() == []
 
 
-def test_ranks_end_with_the_first(built: Built) -> None:
+def test_ranks_end_with_the_first(built):
     """Whether it closes its engine, only ends, or is killed."""
     code = (
         "import sys, time; from specexport.runtime import Engine\n"
@@ -154,7 +152,7 @@ def test_ranks_end_with_the_first(built: Built) -> None:
         first.stdout.close()
 
 
-def test_large_parts_are_combined_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_parts_are_combined_piece_by_piece(monkeypatch):
     monkeypatch.setattr(runtime_ranks, "_BLOCK", 8)
     memory, ends = mmap.mmap(-1, 2 * 2 * 8 * 4), socket.socketpair()
     groups = [runtime_ranks.ProcessGroup(rank, {1 - rank: ends[rank]}, memory) for rank in range(2)]
@@ -175,7 +173,7 @@ def test_large_parts_are_combined_piece_by_piece(monkeypatch: pytest.MonkeyPatch
         end.close()
 
 
-def test_unsplittable_models_are_refused(built: Built, tmp_path: Path) -> None:
+def test_unsplittable_models_are_refused(built, tmp_path):
     built("llama", 1, "fp32")
     target = str(built("llama", 1, "fp32").parent / "llama")
     phi3 = make_checkpoint(tmp_path / "phi3", "phi3", num_key_value_heads=4)
@@ -192,7 +190,7 @@ def test_unsplittable_models_are_refused(built: Built, tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
 
-def test_ranks_of_a_manifest_must_fit(built: Built, tmp_path: Path) -> None:
+def test_ranks_of_a_manifest_must_fit(built, tmp_path):
     bundle = built("llama", 2, "fp32")
     shutil.copy(bundle / MANIFEST_NAME, tmp_path)
     first, second = json.loads((bundle / MANIFEST_NAME).read_text())["target"]["ranks"]
@@ -207,7 +205,7 @@ def test_ranks_of_a_manifest_must_fit(built: Built, tmp_path: Path) -> None:
             read_manifest(tmp_path)
 
 
-def test_llm_splits_a_model(built: Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_llm_splits_a_model(built, monkeypatch, tmp_path):
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path))
     target = built("llama", 1, "fp32").parent / "llama"
     with LLM(target, tensor_parallel_size=2, max_model_len=128, calibrate=False) as llm:
@@ -217,7 +215,7 @@ def test_llm_splits_a_model(built: Built, monkeypatch: pytest.MonkeyPatch, tmp_p
         assert split.outputs[0].token_ids == engine.generate(PROMPTS[0], GREEDY, PLAIN).token_ids
 
 
-def test_a_message_that_the_first_rank_could_not_finish_ends_a_rank_quietly() -> None:
+def test_a_message_that_the_first_rank_could_not_finish_ends_a_rank_quietly():
     words = [sys.executable, "-m", "specexport.runtime.backends.follower"]
     for message in (b"", pickle.dumps(["a message"])[:-3]):
         ended = subprocess.run(words, input=message, capture_output=True, check=False)

@@ -21,7 +21,6 @@ from specexport.runtime.backends.cuda import api, library, trt
 from specexport.runtime.speculative import PLAIN
 from tests import tensorrt_stand_in
 from tests.compiled import compiled
-from tests.fixtures import Bundles, Engines
 from tests.streams import started, tokens_of
 from tests.tensorrt_stand_in import TensorRT, installed
 
@@ -39,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TensorRT]:
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_texts_equal_the_cpus(name: str, bundle: Bundles, gpu: TensorRT) -> None:
+def test_texts_equal_the_cpus(name, bundle, gpu):
     """Also where the cache grows while a text does: every size has graphs captured when the bundle was loaded."""
     fast = Engine.load(bundle(name), threads=1)
     with fast as cpu, Engine.load(compiled(bundle(name), gpu.folder)) as on_gpu:
@@ -58,7 +57,7 @@ def test_texts_equal_the_cpus(name: str, bundle: Bundles, gpu: TensorRT) -> None
 
 
 @pytest.mark.parametrize("name", ["llama-near", "llama-near-portable"])
-def test_the_calls_of_a_proposal_are_enqueued_together(name: str, bundle: Bundles, gpu: TensorRT) -> None:
+def test_the_calls_of_a_proposal_are_enqueued_together(name, bundle, gpu):
     """A draft is called for each of its four tokens; the host waits for all of them together, then for the target."""
     with Engine.load(compiled(bundle(name), gpu.folder)) as on_gpu:
         gpu.cuda.calls.clear()
@@ -71,7 +70,7 @@ def test_the_calls_of_a_proposal_are_enqueued_together(name: str, bundle: Bundle
         assert not TAKING & set(gpu.cuda.calls)
 
 
-def test_plain_decoding_runs_without_a_profile_of_one_token(bundle: Bundles, gpu: TensorRT) -> None:
+def test_plain_decoding_runs_without_a_profile_of_one_token(bundle, gpu):
     with Engine.load(compiled(bundle("llama-near"), gpu.folder, plain=True)) as on_gpu:
         assert on_gpu.backend.graphs[0].widths(1) == (1, 2, 3, 5, 8, 9)
         alone = on_gpu.generate([5, 6, 7], GREEDY, PLAIN).token_ids
@@ -88,9 +87,7 @@ UNABLE = r"step\.engine: tensorrt-rtx says that .* cannot be captured"
     ("name", "reason"),
     [("llama-near", REFUSED), ("llama-near-portable", REFUSED), ("qwen3-medusa", REFUSED), ("llama-near", UNABLE)],
 )
-def test_without_capture_it_runs_plainly_and_says_so(
-    name: str, reason: str, bundle: Bundles, engine: Engines, gpu: TensorRT
-) -> None:
+def test_without_capture_it_runs_plainly_and_says_so(name, reason, bundle, engine, gpu):
     gpu.cuda.refuse_capture, gpu.capturable = reason == REFUSED, reason != UNABLE
     with Engine.load(compiled(bundle(name), gpu.folder)) as on_gpu:
         done = on_gpu.generate([5, 6, 7], SAMPLED)
@@ -109,18 +106,18 @@ def test_without_capture_it_runs_plainly_and_says_so(
         ({"compute": "fp16"}, r"element of past_key\.0 takes 4 bytes, expected 2|element of present"),
     ],
 )  # fmt: skip
-def test_engines_that_do_not_run_here(changes: dict[str, Any], message: str, bundle: Bundles, gpu: TensorRT) -> None:
+def test_engines_that_do_not_run_here(changes, message, bundle, gpu):
     with pytest.raises(BackendError, match=message):
         Engine.load(compiled(bundle("qwen3-medusa"), gpu.folder, **changes))
 
 
-def test_an_unreadable_engine_is_named(bundle: Bundles, gpu: TensorRT) -> None:
+def test_an_unreadable_engine_is_named(bundle, gpu):
     gpu.cannot_load = True
     with pytest.raises(BackendError, match=r"target/step\.engine: tensorrt-rtx 1\.7\.1\.116 cannot load the engine"):
         Engine.load(compiled(bundle("qwen3-medusa"), gpu.folder))
 
 
-def test_a_missing_library_is_named() -> None:
+def test_a_missing_library_is_named():
     if importlib.util.find_spec("tensorrt") is None:
         with pytest.raises(BackendError, match=r"tensorrt is not installed.*specexport\[tensorrt\]"):
             trt.import_tensorrt("tensorrt")
@@ -139,7 +136,7 @@ except BackendError as error:
 """
 
 
-def test_engines_need_no_onnxruntime(bundle: Bundles, gpu: TensorRT) -> None:
+def test_engines_need_no_onnxruntime(bundle, gpu):
     """A process in which it cannot be imported comes as far as the missing driver, or the engines' version."""
     folder = compiled(bundle("llama-near"), gpu.folder)
     done = subprocess.run(
@@ -149,7 +146,7 @@ def test_engines_need_no_onnxruntime(bundle: Bundles, gpu: TensorRT) -> None:
     assert re.search("no NVIDIA driver was found|tensorrt_rtx|TensorRT", done.stdout), done.stdout
 
 
-def test_engines_are_chosen_by_device() -> None:
+def test_engines_are_chosen_by_device():
     device = api.CudaDevice("x", (8, 9), 1)
     base: dict[str, Any] = {"source": "s", "runtime": "tensorrt", "version": "10.3", "compute": "fp16"}
     base["profiles"] = (ce.ShapePoint(1, 1, 256, 1),)
@@ -158,7 +155,7 @@ def test_engines_are_chosen_by_device() -> None:
     assert library.choose((hopper, ada), "tensorrt", device) == [ada]
 
 
-def test_contexts_share_kernels_that_are_compiled_before_anything_is_captured(bundle: Bundles, gpu: TensorRT) -> None:
+def test_contexts_share_kernels_that_are_compiled_before_anything_is_captured(bundle, gpu):
     with Engine.load(compiled(bundle("llama-near"), gpu.folder)) as on_gpu:
         assert on_gpu.generate([5, 6, 7], GREEDY).stats.execution == "graph per engine"
     settings = [context.config for context in gpu.contexts]
@@ -169,9 +166,7 @@ def test_contexts_share_kernels_that_are_compiled_before_anything_is_captured(bu
 
 
 @pytest.mark.parametrize("damage", [None, "cut", "other bytes", "not ours", "huge", "another version"])
-def test_kernels_are_compiled_once(
-    damage: str | None, bundle: Bundles, gpu: TensorRT, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_kernels_are_compiled_once(damage, bundle, gpu, monkeypatch, tmp_path):
     """What the cache folder holds is used by the next process, unless it is damaged: then it is replaced."""
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
     folder = compiled(bundle("llama-near"), gpu.folder)
@@ -208,13 +203,13 @@ def test_kernels_are_compiled_once(
     assert file.read_bytes() == whole
 
 
-def test_engines_of_tensorrt_compile_nothing_on_the_device(bundle: Bundles, gpu: TensorRT) -> None:
+def test_engines_of_tensorrt_compile_nothing_on_the_device(bundle, gpu):
     with Engine.load(compiled(bundle("llama-near"), gpu.folder, runtime="tensorrt"), backend="tensorrt") as on_gpu:
         assert on_gpu.generate([5, 6, 7], GREEDY).stats.execution == "graph per engine"
     assert gpu.compiled == []
 
 
-def test_stand_in_has_the_interface_of_the_real_package() -> None:
+def test_stand_in_has_the_interface_of_the_real_package():
     """Every method with the parameters of one of its overloads, every attribute, every member of an enumeration."""
     real = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
     pairs = {
@@ -249,7 +244,7 @@ def test_stand_in_has_the_interface_of_the_real_package() -> None:
 @pytest.mark.parametrize(
     "name", ["llama-near-batch", "llama-near-batch-portable", "gpt2-tree-batch", "qwen3-medusa-draft-batch"]
 )
-def test_concurrent_requests_equal_single_ones(name: str, bundle: Bundles, engine: Engines, gpu: TensorRT) -> None:
+def test_concurrent_requests_equal_single_ones(name, bundle, engine, gpu):
     """Joining and leaving, prompts that begin alike, growing caches, more requests than slots; plain ones too."""
     alone = engine(name.replace("-batch", ""))
     prompts = [[7, 9, 11], list(range(3, 90)), [5] * 40, [*range(3, 80), 5], [21], [5] * 240, [7, 9, 11, 13, 15]]
@@ -264,7 +259,7 @@ def test_concurrent_requests_equal_single_ones(name: str, bundle: Bundles, engin
         assert not TAKING & set(gpu.cuda.calls)
 
 
-def test_engines_run_as_many_requests_as_they_are_compiled_for(bundle: Bundles, gpu: TensorRT) -> None:
+def test_engines_run_as_many_requests_as_they_are_compiled_for(bundle, gpu):
     folder = compiled(bundle("llama-near-batch"), gpu.folder, batches=(4,))
     with Engine.load(folder) as on_gpu:
         assert on_gpu.slots == 4
@@ -272,7 +267,7 @@ def test_engines_run_as_many_requests_as_they_are_compiled_for(bundle: Bundles, 
         Engine.load(folder, max_batch_size=2)
 
 
-def test_prompts_are_scored_in_the_window_of_all_slots(bundle: Bundles, engine: Engines, gpu: TensorRT) -> None:
+def test_prompts_are_scored_in_the_window_of_all_slots(bundle, engine, gpu):
     """There are no logits of every token at one slot; other texts are left as they are meanwhile."""
     params, scored = GREEDY.replace(max_tokens=30), GREEDY.replace(max_tokens=1, prompt_logprobs=2)
     prompt = list(range(3, 60))

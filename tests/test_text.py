@@ -62,7 +62,7 @@ def streamed(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str] = 
 
 @every_tokenizer
 @given(hard_texts)
-def test_pieces_make_up_the_text(tokenizer: Tokenizer, text: str) -> None:
+def test_pieces_make_up_the_text(tokenizer, text):
     tokens = tokenizer.encode(text).ids
     pieces, stopped = streamed(tokenizer, tokens)
     assert "".join(pieces) == tokenizer.decode(tokens)
@@ -72,7 +72,7 @@ def test_pieces_make_up_the_text(tokenizer: Tokenizer, text: str) -> None:
 
 @every_tokenizer
 @given(st.text("abc", max_size=30), st.sampled_from(["a", "bc", "cab"]))
-def test_stop_texts_count_behind_a_text(tokenizer: Tokenizer, text: str, after: str) -> None:
+def test_stop_texts_count_behind_a_text(tokenizer, text, after):
     tokens = tokenizer.encode(text).ids
     stream = TextStream(tokenizer, ["ab"], stop_after=after)
     pieces = [stream.push(token) for token in tokens if not stream.stopped]
@@ -97,7 +97,7 @@ class Counting:
 
 @pytest.mark.parametrize("run", ["<bytes>", "<end>"])
 @every_tokenizer
-def test_a_long_run_without_characters_costs_as_much_a_token_as_a_short_one(tokenizer: Tokenizer, run: str) -> None:
+def test_a_long_run_without_characters_costs_as_much_a_token_as_a_short_one(tokenizer, run):
     empty = tokenizer.token_to_id("<end>" if run == "<end>" else "<0xA0>" if "<0xA0>" in tokenizer.get_vocab() else "ł")
     tokens = [*tokenizer.encode("hello").ids, *[empty] * 1000, *tokenizer.encode("hello").ids]
     counting = Counting(tokenizer)
@@ -110,9 +110,7 @@ def test_a_long_run_without_characters_costs_as_much_a_token_as_a_short_one(toke
 
 @every_tokenizer
 @given(hard_texts, st.integers(0, 60))
-def test_a_text_cut_in_the_middle_of_a_character_keeps_what_was_whole(
-    tokenizer: Tokenizer, text: str, length: int
-) -> None:
+def test_a_text_cut_in_the_middle_of_a_character_keeps_what_was_whole(tokenizer, text, length):
     tokens = tokenizer.encode(text).ids
     everything = tokenizer.decode(tokens)
     beginnings = [tokenizer.decode(tokens[:count]) for count in range(min(length, len(tokens)) + 1)]
@@ -123,7 +121,7 @@ def test_a_text_cut_in_the_middle_of_a_character_keeps_what_was_whole(
 
 
 @every_tokenizer
-def test_text_is_released_once_a_character_is_complete(tokenizer: Tokenizer) -> None:
+def test_text_is_released_once_a_character_is_complete(tokenizer):
     tokens = tokenizer.encode("😀").ids
     assert len(tokens) > 1
     pieces, _ = streamed(tokenizer, tokens)
@@ -132,7 +130,7 @@ def test_text_is_released_once_a_character_is_complete(tokenizer: Tokenizer) -> 
 
 
 @every_tokenizer
-def test_text_comes_as_soon_as_it_is_known(tokenizer: Tokenizer) -> None:
+def test_text_comes_as_soon_as_it_is_known(tokenizer):
     tokens = tokenizer.encode("hello world!").ids
     pieces, _ = streamed(tokenizer, tokens)
     for count in range(1, len(tokens) + 1):
@@ -140,21 +138,21 @@ def test_text_comes_as_soon_as_it_is_known(tokenizer: Tokenizer) -> None:
     assert pieces[-1] == ""
 
 
-def test_a_token_may_end_one_character_and_hold_the_next() -> None:
+def test_a_token_may_end_one_character_and_hold_the_next():
     tokenizer = TOKENIZERS["byte_level"]
     tokens = [tokenizer.token_to_id(piece) for piece in ("ðŁĺ", "Ģ!", "he")]
     assert streamed(tokenizer, tokens)[0] == ["", "😀!", "he", ""]
 
 
 @given(st.lists(st.integers(0, 263), max_size=40))
-def test_any_byte_level_tokens_read_as_they_decode(tokens: list[int]) -> None:
+def test_any_byte_level_tokens_read_as_they_decode(tokens):
     tokenizer = TOKENIZERS["byte_level"]
     pieces, _ = streamed(tokenizer, tokens)
     assert "".join(pieces) == tokenizer.decode(tokens)
 
 
 @given(st.lists(st.integers(0, 270), max_size=40))
-def test_stray_bytes_do_not_end_the_stream(tokens: list[int]) -> None:
+def test_stray_bytes_do_not_end_the_stream(tokens):
     """One more stray byte changes how those before it decode, which may have been given out; the text goes on."""
     tokenizer = TOKENIZERS["byte_fallback"]
     end = tokenizer.encode(" hello").ids
@@ -163,7 +161,7 @@ def test_stray_bytes_do_not_end_the_stream(tokens: list[int]) -> None:
 
 
 @every_tokenizer
-def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
+def test_special_tokens_have_no_text(tokenizer):
     end = tokenizer.token_to_id("<end>")
     tokens = tokenizer.encode("hello world!").ids
     pieces, _ = streamed(tokenizer, [end, *tokens[:4], end, end, *tokens[4:], end])
@@ -189,14 +187,14 @@ def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
     ],
 )
 @every_tokenizer
-def test_text_ends_before_a_stop_text(tokenizer: Tokenizer, text: str, stop: list[str], expected: str) -> None:
+def test_text_ends_before_a_stop_text(tokenizer, text, stop, expected):
     pieces, stopped = streamed(tokenizer, tokenizer.encode(text).ids, stop)
     assert stopped
     assert "".join(pieces) == expected
 
 
 @every_tokenizer
-def test_partial_stop_texts_are_kept(tokenizer: Tokenizer) -> None:
+def test_partial_stop_texts_are_kept(tokenizer):
     tokens = tokenizer.encode("hello hell").ids
     for stop in ("hello!", "hello hello", "llo w"):
         pieces, stopped = streamed(tokenizer, tokens, [stop])
@@ -204,13 +202,13 @@ def test_partial_stop_texts_are_kept(tokenizer: Tokenizer) -> None:
         assert "".join(pieces) == "hello hell"
 
 
-def test_text_that_may_begin_a_stop_text_waits_until_it_is_clear() -> None:
+def test_text_that_may_begin_a_stop_text_waits_until_it_is_clear():
     tokenizer = TOKENIZERS["byte_level"]
     pieces, _ = streamed(tokenizer, [tokenizer.token_to_id(piece) for piece in "world"], ["rod"])
     assert pieces == ["w", "o", "", "rl", "d", ""]
 
 
-def test_a_stop_text_may_end_with_a_character_that_is_finished_only_at_the_end() -> None:
+def test_a_stop_text_may_end_with_a_character_that_is_finished_only_at_the_end():
     tokenizer = TOKENIZERS["byte_level"]
     tokens = tokenizer.encode("he").ids + tokenizer.encode("\ufffd").ids
     pieces, stopped = streamed(tokenizer, tokens, ["\ufffd"])
@@ -222,7 +220,7 @@ def test_a_stop_text_may_end_with_a_character_that_is_finished_only_at_the_end()
     st.lists(st.text("ab", max_size=3), max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_stop_texts_are_found_wherever_tokens_end(tokens: list[str], stop: list[str]) -> None:
+def test_stop_texts_are_found_wherever_tokens_end(tokens, stop):
     """Against a search over the whole text so far after each token."""
     vocabulary = {text: index for index, text in enumerate(sorted({*tokens, "a", "b"}))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
@@ -255,7 +253,7 @@ def test_stop_texts_are_found_wherever_tokens_end(tokens: list[str], stop: list[
     ],
 )
 @every_tokenizer
-def test_a_stop_text_may_hold_a_special_token(tokenizer: Tokenizer, stop: list[str], expected: str, skip: bool) -> None:
+def test_a_stop_text_may_hold_a_special_token(tokenizer, stop, expected, skip):
     end = tokenizer.token_to_id("<end>")
     tokens = [*tokenizer.encode("hello").ids, tokenizer.token_to_id("Ġ" if tokenizer.token_to_id("Ġ") else "▁"), end]
     stream = TextStream(tokenizer, stop, skip_special_tokens=skip)
@@ -270,7 +268,7 @@ def test_a_stop_text_may_hold_a_special_token(tokenizer: Tokenizer, stop: list[s
 
 
 @every_tokenizer
-def test_partial_stop_texts_with_special_tokens_are_kept(tokenizer: Tokenizer) -> None:
+def test_partial_stop_texts_with_special_tokens_are_kept(tokenizer):
     end = tokenizer.token_to_id("<end>")
     tokens = tokenizer.encode("hello").ids
     for stop in (["lo<end>h"], ["<end><end>"], ["o<end>lo"], ["hello<end>!"]):
@@ -280,7 +278,7 @@ def test_partial_stop_texts_with_special_tokens_are_kept(tokenizer: Tokenizer) -
 
 
 @every_tokenizer
-def test_a_stop_text_is_found_across_a_special_token_that_has_no_text(tokenizer: Tokenizer) -> None:
+def test_a_stop_text_is_found_across_a_special_token_that_has_no_text(tokenizer):
     end = tokenizer.token_to_id("<end>")
     tokens = [*tokenizer.encode("hel").ids, end, *map(tokenizer.token_to_id, "low")]
     for stop in (["llo"], ["llo", "<end>x"], ["x<end>", "llo"]):
@@ -290,7 +288,7 @@ def test_a_stop_text_is_found_across_a_special_token_that_has_no_text(tokenizer:
 
 
 @every_tokenizer
-def test_the_token_that_ends_an_output_may_complete_a_stop_text(tokenizer: Tokenizer) -> None:
+def test_the_token_that_ends_an_output_may_complete_a_stop_text(tokenizer):
     end = tokenizer.token_to_id("<end>")
     for skip in (True, False):
         for stop, expected in ((["lo<end>"], "hel"), (["<end>"], "hello"), (["x<end>"], "hello")):
@@ -304,7 +302,7 @@ def test_the_token_that_ends_an_output_may_complete_a_stop_text(tokenizer: Token
     ("before", "text"),
     [("hello", " world"), ("hello ", " world"), ("hello<end>", " world"), ("", "world"), ("<end>", "world")],
 )
-def test_the_space_between_prompt_and_output_is_kept(before: str, text: str) -> None:
+def test_the_space_between_prompt_and_output_is_kept(before, text):
     """Sentencepiece's decoders drop one at the beginning of what they decode."""
     tokenizer = TOKENIZERS["byte_fallback"]
     stream = TextStream(tokenizer, before=tokenizer.encode(before).ids)

@@ -73,7 +73,7 @@ def run(command: Command, bundle: Path, *words: object) -> dict[str, Any]:
     return result
 
 
-def test_it_builds_and_runs(command: Command, built: Path) -> None:
+def test_it_builds_and_runs(command, built):
     manifest = json.loads((built / "specexport.json").read_text())
     (entry,) = manifest["methods"]
     assert (entry["method"], entry["at_least"]) == ("repeat", 3)
@@ -84,14 +84,14 @@ def test_it_builds_and_runs(command: Command, built: Path) -> None:
     assert "repeat" in command("inspect", built)
 
 
-def test_its_flag_asks_for_it(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+def test_its_flag_asks_for_it(command, checkpoint, tmp_path):
     folder = tmp_path / "bundle"
     command("build", "--target", checkpoint, "--repeat", "-o", folder, "--max-seq-len", 64, "--max-batch-size", 1)
     (entry,) = json.loads((folder / "specexport.json").read_text())["methods"]
     assert (entry["method"], entry["at_least"]) == ("repeat", 2)
 
 
-def test_it_works_in_a_bundle_built_before_it_was_there(command: Command, checkpoint: Path, tmp_path: Path) -> None:
+def test_it_works_in_a_bundle_built_before_it_was_there(command, checkpoint, tmp_path):
     from specexport.exporter.build import build
     from specexport.exporter.options import BuildOptions
 
@@ -101,7 +101,7 @@ def test_it_works_in_a_bundle_built_before_it_was_there(command: Command, checkp
     assert fast["stats"]["drafted"] > 0
 
 
-def test_it_is_verified_and_benched(command: Command, built: Path) -> None:
+def test_it_is_verified_and_benched(command, built):
     report = json.loads(command("verify", built, "-n", 16, "--json"))
     assert report["passed"], report
     size = ("--prompts", 1, "--prompt-tokens", 32, "-n", 16)
@@ -109,7 +109,7 @@ def test_it_is_verified_and_benched(command: Command, built: Path) -> None:
     assert {"repeat", "ngram", "suffix"} <= {row["method"] for row in rows}
 
 
-def test_it_is_served(python: Path, built: Path) -> None:
+def test_it_is_served(python, built):
     server = subprocess.Popen(
         [python, "-m", "specexport", "serve", str(built), "--port", "0", "--no-calibrate"],
         stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
@@ -136,7 +136,7 @@ def test_it_is_served(python: Path, built: Path) -> None:
     assert usage[0] != usage[1]  # what speculation did is told
 
 
-def test_the_tutorial_is_this_package() -> None:
+def test_the_tutorial_is_this_package():
     text = (PACKAGE.parent.parent / "docs" / "methods.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(?:python|toml)\n(.*?)```", text, flags=re.DOTALL)
     for name in ("specexport_repeat.py", "pyproject.toml"):

@@ -92,18 +92,18 @@ def engine(built: Built) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("text", [TEXT, "a</s>b", f"a{END}b<pad>", "<s>"])
-def test_prompts_are_transformers(text: str, built: Built, engine: Engine) -> None:
+def test_prompts_are_transformers(text, built, engine):
     known = AutoTokenizer.from_pretrained(built[0])
     assert engine.encode(text) == known(text).input_ids
     assert engine.tokenizer.encode_batch_fast([text])[0].ids == known(text).input_ids
 
 
-def test_special_tokens_are_split(engine: Engine) -> None:
+def test_special_tokens_are_split(engine):
     assert len(engine.encode("a</s>b")) == 6
     assert EOS not in engine.encode("a</s>b")
 
 
-def test_the_drafts_tokenizer_neither_cuts_nor_pads(built: Built, engine: Engine) -> None:
+def test_the_drafts_tokenizer_neither_cuts_nor_pads(built, engine):
     _, draft, output, _ = built
     bundle = Bundle.open(output)
     (method,) = bundle.manifest.methods
@@ -117,7 +117,7 @@ def test_the_drafts_tokenizer_neither_cuts_nor_pads(built: Built, engine: Engine
     assert fast.stats.drafted > 0
 
 
-def test_bundles_of_before_neither_cut_nor_pad(built: Built, tmp_path: Path) -> None:
+def test_bundles_of_before_neither_cut_nor_pad(built, tmp_path):
     known = Tokenizer.from_file(str(built[0] / "tokenizer.json"))
     assert known.truncation is not None and known.padding is not None
     folder = tmp_path / "tokenizer"
@@ -130,7 +130,7 @@ def test_bundles_of_before_neither_cut_nor_pad(built: Built, tmp_path: Path) -> 
 # --- the token that ends a text ---------------------------------------------------------------------------------------
 
 
-def test_the_tokenizers_own_end_token_ends_texts(engine: Engine) -> None:
+def test_the_tokenizers_own_end_token_ends_texts(engine):
     end = engine.tokenizer.token_to_id(END)
     assert engine.manifest.tokenizer.eos_token_ids == (EOS, end)
     params = SamplingParams(temperature=0.0, max_tokens=8, logit_bias={end: 100.0})
@@ -139,7 +139,7 @@ def test_the_tokenizers_own_end_token_ends_texts(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("named", [[1], []])
-def test_it_is_named_where_transformers_does_not_stop_there(named: list[int], built: Built) -> None:
+def test_it_is_named_where_transformers_does_not_stop_there(named, built):
     notes = [note for note in setting_notes(built[0], 320, named) if note.key == "eos_token"]
     assert len(notes) == 1
     assert f'tokenizer_config.json: eos_token is "{END}"' in str(notes[0])
@@ -156,7 +156,7 @@ def test_it_is_named_where_transformers_does_not_stop_there(named: list[int], bu
         ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "could not be loaded: no 'template'"),
     ],
 )
-def test_broken_tokenizer_files_are_named(built: Built, tmp_path: Path, file: str, content: str, message: str) -> None:
+def test_broken_tokenizer_files_are_named(built, tmp_path, file, content, message):
     folder = shutil.copytree(built[0], tmp_path / "model")
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / file).write_text(content, encoding="utf-8")
@@ -164,7 +164,7 @@ def test_broken_tokenizer_files_are_named(built: Built, tmp_path: Path, file: st
         load_tokenizer(folder)
 
 
-def test_a_decoder_that_fails_for_some_texts_is_refused(built: Built, tmp_path: Path) -> None:
+def test_a_decoder_that_fails_for_some_texts_is_refused(built, tmp_path):
     """As the library panics where a token is empty once its end is stripped."""
     folder = shutil.copytree(built[0], tmp_path / "model")
     stated = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -180,7 +180,7 @@ def test_a_decoder_that_fails_for_some_texts_is_refused(built: Built, tmp_path: 
 # --- what is named ----------------------------------------------------------------------------------------------------
 
 
-def test_build_and_inspect_name_ignored_settings(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_and_inspect_name_ignored_settings(built, capsys):
     *_, output, warned = built
     assert main(["inspect", str(output)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -194,7 +194,7 @@ def test_build_and_inspect_name_ignored_settings(built: Built, capsys: pytest.Ca
     assert "repetition_penalty" not in warned and "temperature" not in warned
 
 
-def test_spaces_that_transformers_takes_out_are_named(tmp_path: Path) -> None:
+def test_spaces_that_transformers_takes_out_are_named(tmp_path):
     key = "clean_up_tokenization_spaces"
     for kind, named in (("WordPiece", 1), ("BPE", 0)):
         (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": kind}}), encoding="utf-8")
@@ -204,7 +204,7 @@ def test_spaces_that_transformers_takes_out_are_named(tmp_path: Path) -> None:
     assert setting_notes(tmp_path, None, ()) == ()
 
 
-def test_texts_that_transformers_reads_otherwise_than_the_file_are_named(tmp_path: Path) -> None:
+def test_texts_that_transformers_reads_otherwise_than_the_file_are_named(tmp_path):
     """As of LlamaTokenizer, whose class prepends spaces whatever tokenizer.json says."""
     stated = Tokenizer.from_str(tokenizer().backend_tokenizer.to_str())
     stated.enable_padding(length=96)
@@ -215,14 +215,14 @@ def test_texts_that_transformers_reads_otherwise_than_the_file_are_named(tmp_pat
     assert "transformers" in str(other_tokens(tmp_path, used))
 
 
-def test_older_configurations_are_looked_at_too(tmp_path: Path) -> None:
+def test_older_configurations_are_looked_at_too(tmp_path):
     (tmp_path / "config.json").write_text('{"num_beams": 4, "num_return_sequences": 1}', encoding="utf-8")
     assert [(note.file, note.key) for note in setting_notes(tmp_path, None, ())] == [("config.json", "num_beams")]
     (tmp_path / "generation_config.json").write_text("{}", encoding="utf-8")
     assert setting_notes(tmp_path, None, ()) == ()
 
 
-def test_a_loaded_tokenizer_neither_cuts_nor_pads(built: Built) -> None:
+def test_a_loaded_tokenizer_neither_cuts_nor_pads(built):
     loaded = load_tokenizer(built[1]).tokenizer
     assert loaded.truncation is None and loaded.padding is None
 
@@ -242,16 +242,16 @@ def listed(file: str) -> list[str]:
     return [key for setting in SETTINGS if setting.file == file for key in setting.keys]
 
 
-def test_each_setting_is_listed_once() -> None:
+def test_each_setting_is_listed_once():
     pairs = [(setting.file, key) for setting in SETTINGS for key in setting.keys]
     assert len(pairs) == len(set(pairs))
 
 
-def test_the_list_has_every_setting_of_generation() -> None:
+def test_the_list_has_every_setting_of_generation():
     assert set(vars(GenerationConfig())) == set(listed(GENERATION))
 
 
-def test_the_list_has_every_setting_of_tokenizers() -> None:
+def test_the_list_has_every_setting_of_tokenizers():
     assert set(json.loads(tokenizer().backend_tokenizer.to_str())) == set(listed(TOKENIZER))
     read = set(PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES)
     for function in (

@@ -23,8 +23,8 @@ from specexport.server.tools import GLM as GLM_FORM
 from specexport.server.tools import GLM_COMPACT as GLM_COMPACT_FORM
 from specexport.server.tools import LFM2 as LFM2_FORM
 from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
-from specexport.server.tools import CallFormat, Calling, CallReader, call_format, template_tools, whole_calls
-from tests.fixtures import Bundles, Engines
+from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls
+from tests.fixtures import Bundles
 from tests.serving import NAME, Served, served
 from tests.test_constraint import grammars
 from tests.threads import wait_until
@@ -86,7 +86,7 @@ def answered(client: openai.OpenAI, **arguments: Any) -> tuple[str, str, list[tu
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "lo.s-e_2"}}])
-def test_required_tool_calls_are_made(client: openai.OpenAI, choice: Any) -> None:
+def test_required_tool_calls_are_made(client, choice):
     for more in ({"temperature": 0}, {"temperature": 1, "seed": 5}):
         asked = {"model": NAME, "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": 250, **more}
         text, thoughts, calls, finish = answered(client, **asked, parallel_tool_calls=False)
@@ -98,7 +98,7 @@ def test_required_tool_calls_are_made(client: openai.OpenAI, choice: Any) -> Non
         assert document["words"] in PET["properties"]["words"]["enum"]
 
 
-def test_a_model_calls_by_itself(family: Family, running: Served, client: openai.OpenAI) -> None:
+def test_a_model_calls_by_itself(family, running, client):
     arguments: dict[str, Any] = {"model": NAME, "messages": CHAT, "tools": TOOLS, "temperature": 0, "max_tokens": 250}
     if call_format(family.template) is None:
         with pytest.raises(openai.BadRequestError, match="names no way of calling tools"):
@@ -118,7 +118,7 @@ def test_a_model_calls_by_itself(family: Family, running: Served, client: openai
     assert family.mark not in (free.choices[0].message.content or "")
 
 
-def test_a_call_goes_back_into_the_prompt(family: Family, client: openai.OpenAI) -> None:
+def test_a_call_goes_back_into_the_prompt(family, client):
     """With the id that we gave it, which Mistral's templates check."""
     arguments: dict[str, Any] = {"model": NAME, "tools": TOOLS, "tool_choice": "required", "temperature": 0}
     first = client.chat.completions.create(**arguments, messages=CHAT, max_tokens=250, parallel_tool_calls=False)
@@ -145,7 +145,7 @@ def one_by_one(values: dict[str, str], marks: Marks | Notation) -> str:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("forced", [True, False])
-def test_a_familys_calls_are_taken_and_read(family: Family, running: Served, special: bool, forced: bool) -> None:
+def test_a_familys_calls_are_taken_and_read(family, running, special, forced):
     """As its models write them, with marks as tokens or spelled out, and however the text is cut."""
     engine = running.service.engine.frontend.engine
     form = call_format(family.template)
@@ -195,9 +195,7 @@ VALUES: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.parametrize("form", [QWEN_CODER_FORM, GLM_FORM, GLM_COMPACT_FORM], ids=["Qwen", "GLM", "GLM compact"])
 @hypothesis.given(st.sets(st.sampled_from(sorted(VALUES))), st.sets(st.sampled_from(sorted(VALUES))), st.data())
 @hypothesis.settings(max_examples=60, database=None)
-def test_parameters_that_are_written_one_by_one_are_read(
-    engine: Engines, form: CallFormat, used: set[str], optional: set[str], data: st.DataObject
-) -> None:
+def test_parameters_that_are_written_one_by_one_are_read(engine, form, used, optional, data):
     """Texts as they are and everything else as JSON, wherever the text is cut."""
     near = engine("llama-near")
     known = [key for key in VALUES if key in used | optional]
@@ -254,9 +252,7 @@ DEFINED = {
 @pytest.mark.parametrize("form", [GEMMA_FORM, LFM2_FORM], ids=["Gemma", "LFM2"])
 @hypothesis.given(st.sets(st.sampled_from(sorted(NESTED))), st.sets(st.sampled_from(sorted(NESTED))), st.data())
 @hypothesis.settings(max_examples=60, database=None)
-def test_arguments_in_other_notations_are_read(
-    engine: Engines, form: CallFormat, used: set[str], optional: set[str], data: st.DataObject
-) -> None:
+def test_arguments_in_other_notations_are_read(engine, form, used, optional, data):
     near, notation = engine("llama-near"), form.marks
     assert isinstance(notation, Notation)
     known = sorted(used | optional)
@@ -299,26 +295,26 @@ def test_arguments_in_other_notations_are_read(
         ({"properties": {"a": {}}, "required": ["b"]}, "'b'"),
     ],
 )
-def test_parameters_that_cannot_be_written_one_by_one_are_named(parameters: dict[str, Any], message: str) -> None:
+def test_parameters_that_cannot_be_written_one_by_one_are_named(parameters, message):
     calling = Calling(QWEN_CODER_FORM, [Function(name="f", parameters=parameters)], forced=True, parallel=False)
     with pytest.raises(RequestError, match=rf"the parameters of f have {message}") as caught:
         calling.grammar()
     assert caught.value.param == "tools"
 
 
-def test_a_server_reads_its_tokenizer_as_it_starts(running: Served) -> None:
+def test_a_server_reads_its_tokenizer_as_it_starts(running):
     """Before the first request that needs it: of many tokens it takes seconds."""
     known = running.service.engine.frontend.engine._grammars._vocabularies
     wait_until(lambda: known.keys() == {True, False}, "it is not read")
 
 
-def test_strict_changes_no_prompt() -> None:
+def test_strict_changes_no_prompt():
     fields = {"name": "f", "parameters": {}}
     with_it, without = (template_tools([Function.model_validate(fields | more)]) for more in ({"strict": True}, {}))
     assert with_it == without
 
 
-def test_channels_of_gpt_oss_are_distinguished() -> None:
+def test_channels_of_gpt_oss_are_distinguished():
     form = call_format(GPT_OSS.template)
     assert form is not None
     calling = Calling(form, [Function(name="f")], forced=False, parallel=True, hidden=re.compile(r"<\|start\|>"))
@@ -361,7 +357,7 @@ def marked(
         ({"json_schema": '{"enum": ["<|im_end|>", "</s><|im_start|>"]}'}, r'"(<\|im_end\|>|</s><\|im_start\|>)"'),
     ],
 )
-def test_a_grammar_may_hold_added_tokens(marked: Engine, skip: bool, bound: Any, pattern: str) -> None:
+def test_a_grammar_may_hold_added_tokens(marked, skip, bound, pattern):
     prompt = marked.encode("one <tool_call>a</tool_call><|im_end|>")
     for temperature in (0.0, 1.0):
         params = SamplingParams(
@@ -377,7 +373,7 @@ def test_a_grammar_may_hold_added_tokens(marked: Engine, skip: bool, bound: Any,
                 assert (completion.token_ids, completion.logprobs) == (plain.token_ids, plain.logprobs)
 
 
-def test_constrained_texts_may_contain_special_tokens(marked: Engine) -> None:
+def test_constrained_texts_may_contain_special_tokens(marked):
     """Where text is free, added tokens that show are free; where a grammar names tokens, those are taken."""
     added = marked.tokenizer.token_to_id("<tool_call>")
     special = marked.tokenizer.get_added_tokens_decoder()[added].special
@@ -393,7 +389,7 @@ def test_constrained_texts_may_contain_special_tokens(marked: Engine) -> None:
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Metaspace()])
-def test_a_tokenizer_that_cannot_be_read_is_named(engine: Engines, decoder: Any) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_named(engine, decoder):
     tokenizer = Tokenizer.from_str(engine("llama-near").tokenizer.to_str())
     tokenizer.decoder = decoder
     with pytest.raises(RequestError, match=r"tokenizer has (no decoder|the decoder \w+), which llguidance") as caught:

@@ -71,9 +71,7 @@ def altered(folder: Path, to: Path, name: str) -> Path:
     return to
 
 
-def test_a_second_build_traces_nothing_and_makes_the_same(
-    tmp_path: Path, kept: Path, traced: list[str], make: Make
-) -> None:
+def test_a_second_build_traces_nothing_and_makes_the_same(tmp_path, kept, traced, make):
     target = make_checkpoint(tmp_path / "target", "gemma2", vocab_size=4096)  # its embedding is above the limit
     first = make("first", target, {"method": "self_draft", "layers": 1})
     times = len(traced)
@@ -85,7 +83,7 @@ def test_a_second_build_traces_nothing_and_makes_the_same(
     assert traced[times:] == ["DraftPass"]
 
 
-def test_loops_are_the_same_from_a_file(tmp_path: Path, kept: Path, traced: list[str], make: Make) -> None:
+def test_loops_are_the_same_from_a_file(tmp_path, kept, traced, make):
     target = make_checkpoint(tmp_path / "target", "llama")
     eagle3 = {"method": "eagle3", "model": str(make_eagle3(tmp_path / "draft", target))}
     first = make("first", target, eagle3, precision="int4")
@@ -93,9 +91,7 @@ def test_loops_are_the_same_from_a_file(tmp_path: Path, kept: Path, traced: list
     assert make("second", target, eagle3, precision="int4") == first and len(traced) == times
 
 
-def test_small_weights_are_a_part_of_a_trace_and_large_ones_are_read(
-    tmp_path: Path, kept: Path, traced: list[str], make: Make
-) -> None:
+def test_small_weights_are_a_part_of_a_trace_and_large_ones_are_read(tmp_path, kept, traced, make):
     target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1, vocab_size=4096)
     make("first", target)
     assert traced == ["StepModule"]
@@ -128,7 +124,7 @@ class Small:
         )
 
 
-def test_damaged_files_are_rewritten(kept: Path) -> None:
+def test_damaged_files_are_rewritten(kept):
     small = Small()
     first = small.graph()
     (path,) = kept.glob("*.onnx")
@@ -140,13 +136,13 @@ def test_damaged_files_are_rewritten(kept: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_nothing_is_kept_where_nothing_can_be_written(kept: Path) -> None:
+def test_nothing_is_kept_where_nothing_can_be_written(kept):
     kept.parent.write_text("a file", encoding="utf-8")
     small = Small()
     assert small.graph() == small.graph() and small.times == 2
 
 
-def test_the_oldest_go_first(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_go_first(kept, monkeypatch):
     monkeypatch.setattr(trace_cache, "MOST", 2)
     small = Small()
     for about in (1, 2, 3):
@@ -203,9 +199,7 @@ def _said(module: torch.nn.Module, x: torch.Tensor, shapes: Any) -> Callable[[to
     return lambda x: session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
-def test_decomposing_would_change_nothing(
-    step: Trace, decomposed: list[torch.export.ExportedProgram], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decomposing_would_change_nothing(step, decomposed, monkeypatch):
     spared = step("llama")
     assert not decomposed
     monkeypatch.setattr(trace, "fast_trace", contextlib.nullcontext)
@@ -232,9 +226,7 @@ class Changes(torch.nn.Module):
 
 
 @pytest.mark.parametrize("through_view", [False, True])
-def test_only_writes_through_views_are_decomposed(
-    decomposed: list[torch.export.ExportedProgram], through_view: bool
-) -> None:
+def test_only_writes_through_views_are_decomposed(decomposed, through_view):
     # Positive rows: a sum near zero would magnify the rounding of its order, which differs between processors.
     module, x = Changes(through_view), torch.rand(2, 5)
     run = _said(module, x, ({0: torch.export.Dim("B")},))
@@ -256,7 +248,7 @@ class Sums(torch.nn.Module):
         return scan(add, x[0, :2] * 0, x)[1]
 
 
-def test_bodies_of_loops_are_translated_whole(decomposed: list[torch.export.ExportedProgram]) -> None:
+def test_bodies_of_loops_are_translated_whole(decomposed):
     module = Sums()
     run = _said(module, torch.randn(2, 4), ({0: torch.export.Dim("T")},))
     assert not decomposed
@@ -276,7 +268,7 @@ class Angles(torch.nn.Module):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_equal_rows_of_positions_are_not_merged(decomposed: list[torch.export.ExportedProgram], grad: bool) -> None:
+def test_equal_rows_of_positions_are_not_merged(decomposed, grad):
     """Where gradients are recorded, torch's own code turns them off in a body, which is to be taken apart."""
     model, positions = make_model("qwen3_5_text"), torch.arange(6.0)[None]
     module = Angles(model)
@@ -304,9 +296,7 @@ class Parts(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("chunks", "whole"), [(3, True), (4, False)])
-def test_composite_operators_are_translated_whole(
-    decomposed: list[torch.export.ExportedProgram], chunks: int, whole: bool
-) -> None:
+def test_composite_operators_are_translated_whole(decomposed, chunks, whole):
     module = Parts(chunks)
     run = _said(module, torch.randn(2, 5, 6), ({0: torch.export.Dim("B"), 2: 2 * torch.export.Dim("half")},))
     assert len(decomposed) == (not whole)

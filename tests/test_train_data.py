@@ -65,18 +65,18 @@ OPENAI = {"messages": [{"role": role, "content": content} for role, content in C
 
 @pytest.mark.parametrize("row", [SHAREGPT, OPENAI], ids=["sharegpt", "openai"])
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["prefixes", "marked"])
-def test_only_the_assistants_turns_are_learnt(tmp_path: Path, row: Any, template: str) -> None:
+def test_only_the_assistants_turns_are_learnt(tmp_path, row, template):
     windows = read_windows([write(tmp_path / "chat.jsonl", row)], with_template(template), seq_len=32, seed=0)
     assert learnt_texts(windows) == ["thought three</s>thought four</s>"]
 
 
-def test_a_template_that_forgets_gives_a_document_an_answer(tmp_path: Path) -> None:
+def test_a_template_that_forgets_gives_a_document_an_answer(tmp_path):
     file = write(tmp_path / "chat.jsonl", OPENAI)
     windows = read_windows([file], with_template(FORGETFUL), seq_len=32, seed=0)
     assert learnt_texts(windows) == ["thought four</s>", "thought three</s>"]
 
 
-def test_leading_answers_are_dropped_and_json_lists_are_read(tmp_path: Path) -> None:
+def test_leading_answers_are_dropped_and_json_lists_are_read(tmp_path):
     file = tmp_path / "chats.json"
     begun = {"messages": [{"role": "assistant", "content": "first"}, *OPENAI["messages"][:2]]}
     file.write_text(json.dumps([begun, {"text": "the good new number"}]), encoding="utf-8")
@@ -110,16 +110,14 @@ def test_leading_answers_are_dropped_and_json_lists_are_read(tmp_path: Path) -> 
         ("a.txt", None, None, r"a\.txt: no such file"),
     ],
 )
-def test_malformed_data_are_refused_by_name(
-    tmp_path: Path, name: str, content: str | bytes | None, template: str | None, expected: str
-) -> None:
+def test_malformed_data_are_refused_by_name(tmp_path, name, content, template, expected):
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TrainError, match=expected):
         read_windows([tmp_path / name], with_template(template), seq_len=16, seed=0)
 
 
-def test_sizes_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_checked_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "MAX_WHOLE", 20)
     monkeypatch.setattr(data, "MAX_LINE", 20)
     words = "the cat sat on the mat"
@@ -131,7 +129,7 @@ def test_sizes_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch: 
             read_windows([tmp_path / name], with_template(None), seq_len=16, seed=0)
 
 
-def test_windows_hold_every_token_once_and_targets_stay_within_a_document(tmp_path: Path) -> None:
+def test_windows_hold_every_token_once_and_targets_stay_within_a_document(tmp_path):
     files = [tmp_path / f"{n}.txt" for n in range(5)]
     for n, file in enumerate(files):
         file.write_text(f"number {n} is good " * (n + 1), encoding="utf-8")
@@ -146,7 +144,7 @@ def test_windows_hold_every_token_once_and_targets_stay_within_a_document(tmp_pa
     assert torch.equal(torch.cat([train.ids, held_out.ids]), windows.ids)
 
 
-def test_batches_follow_from_seed_and_step_and_cover_each_epoch() -> None:
+def test_batches_follow_from_seed_and_step_and_cover_each_epoch():
     windows = Windows(*(torch.ones(7, 4, dtype=kind) for kind in (torch.int32, torch.bool, torch.int32)))
     orders = [windows.order(step, 3, seed=5) for step in range(14)]
     for epoch in torch.cat(orders).split(7):
@@ -155,7 +153,7 @@ def test_batches_follow_from_seed_and_step_and_cover_each_epoch() -> None:
     assert not torch.equal(torch.cat(orders[:2]), torch.cat([windows.order(step, 3, seed=6) for step in range(2)]))
 
 
-def test_prompts_end_before_a_token_to_learn() -> None:
+def test_prompts_end_before_a_token_to_learn():
     ids = torch.arange(40, dtype=torch.int32).view(2, 20)
     learn = torch.zeros(2, 20, dtype=torch.bool)
     learn[1, 12:14] = True
@@ -163,7 +161,7 @@ def test_prompts_end_before_a_token_to_learn() -> None:
     assert {tuple(row) for row in prompts.tolist()} == {tuple(range(27, 32)), tuple(range(28, 33))}
 
 
-def test_sampled_texts_are_learnt_up_to_their_end() -> None:
+def test_sampled_texts_are_learnt_up_to_their_end():
     ids = torch.tensor([[5, EOS, 7, 8, EOS, 9], [5, 6, 7, 8, 9, 9]])
     learn = sampled_windows(ids, 2, [EOS]).learn
     assert learn.int().tolist() == [[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]

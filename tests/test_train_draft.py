@@ -47,7 +47,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_divergences_are_those_of_the_formulas() -> None:
+def test_divergences_are_those_of_the_formulas():
     rng = np.random.default_rng(0)
     student, teacher = rng.normal(size=(2, 6, 11)) * 3
     log_q, log_p = log_softmax(student, axis=-1), log_softmax(teacher, axis=-1)
@@ -64,7 +64,7 @@ def test_divergences_are_those_of_the_formulas() -> None:
         assert measured == pytest.approx(values.mean(), rel=1e-5), kind
 
 
-def test_the_loss_counts_the_positions_asked_for_and_bears_another_padding() -> None:
+def test_the_loss_counts_the_positions_asked_for_and_bears_another_padding():
     draft: Any = make_model("llama", seed=1)
     teacher: Any = make_model("llama", vocab_size=VOCAB + 16)
     ids = torch.randint(3, VOCAB, (2, 10), generator=seeded(0, 0))
@@ -75,7 +75,7 @@ def test_the_loss_counts_the_positions_asked_for_and_bears_another_padding() -> 
     torch.testing.assert_close(loss, divergence(q, p, "tvd"))
 
 
-def test_texts_are_the_models_own_and_a_copy_of_it_is_always_accepted() -> None:
+def test_texts_are_the_models_own_and_a_copy_of_it_is_always_accepted():
     model: Any = make_model("llama")
     prompts = torch.randint(3, VOCAB, (6, 5), generator=seeded(0, 0))
     temperatures = mixed_temperatures(6, seeded(0, 1))
@@ -93,7 +93,7 @@ def test_texts_are_the_models_own_and_a_copy_of_it_is_always_accepted() -> None:
     assert acceptance_length(torch.tensor([[True, False, True, True, False, False]]), 2) == pytest.approx(5 / 2)
 
 
-def test_schedules_rise_and_fall() -> None:
+def test_schedules_rise_and_fall():
     cosine = [Schedule(100, 10)(step) for step in range(100)]
     assert cosine[0] == pytest.approx(0.1)
     assert max(cosine) == pytest.approx(1.0)
@@ -104,7 +104,7 @@ def test_schedules_rise_and_fall() -> None:
     assert constant[75] == pytest.approx(0.5)
 
 
-def test_a_loss_that_is_not_finite_ends_the_training_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_training_and_leaves_the_last_checkpoint(tmp_path):
     weight = torch.nn.Parameter(torch.ones(2))
     checkpoint = tmp_path / "run.pt"
     with pytest.raises(TrainError, match=r"run: the loss is inf at step 4; try a smaller learning rate \(--lr\)"):
@@ -119,9 +119,7 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_leaves_the_last_checkpo
 @pytest.mark.parametrize(
     ("kind", "samples"), [("forward_kl", "target"), ("tvd", "draft"), ("reverse_kl", "data"), ("jsd", "data")]
 )
-def test_a_draft_comes_nearer_to_its_target(
-    pair: tuple[Path, Path], text: Path, tmp_path: Path, kind: str, samples: str
-) -> None:
+def test_a_draft_comes_nearer_to_its_target(pair, text, tmp_path, kind, samples):
     target, draft = pair
     options = DraftTraining(
         target=str(target), draft=str(draft), data=[text], output=tmp_path / "out", divergence=kind, samples=samples,
@@ -138,9 +136,7 @@ def test_a_draft_comes_nearer_to_its_target(
     )
 
 
-def test_the_command_makes_a_new_draft(
-    pair: tuple[Path, Path], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_makes_a_new_draft(pair, text, tmp_path, capsys):
     words = ["train", "draft", "--target", str(pair[0]), "--data", str(text), "--seq-len", "32", "--steps", "3"]
     new = [*words, "--layers", "1", "--hidden", "32", "--optimizer", "muon", "--texts", "8", "-o", str(tmp_path / "a")]
     assert main([*new, "--json"]) == 0
@@ -160,15 +156,13 @@ def test_the_command_makes_a_new_draft(
         ({"divergence": "kl"}, "divergence is 'kl'; expected one of forward_kl"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
-    pair: tuple[Path, Path], text: Path, tmp_path: Path, changed: dict[str, Any], expected: str
-) -> None:
+def test_options_that_do_not_fit_are_refused(pair, text, tmp_path, changed, expected):
     fields = {"target": str(pair[0]), "draft": str(pair[1]), "data": [text], "output": tmp_path / "out"}
     with pytest.raises(SpecExportError, match=expected):
         train_draft(DraftTraining(**(fields | changed)), silent)
 
 
-def test_a_draft_of_another_tokenizer_is_refused(pair: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
+def test_a_draft_of_another_tokenizer_is_refused(pair, text, tmp_path):
     other = with_swapped_tokens(make_checkpoint(tmp_path / "other", "llama", seed=2))
     options = DraftTraining(target=str(pair[0]), draft=str(other), data=[text], output=tmp_path / "out")
     with pytest.raises(SpecExportError, match="different tokenizers: token 'a' is"):

@@ -63,15 +63,13 @@ pytestmark = [pytest.mark.exporter, pytest.mark.slow]
         ("mlp_speculator", {"target": "/nowhere"}, "/nowhere: no such folder"),
     ],
 )
-def test_options_out_of_range_are_refused_by_name(
-    target: Path, tmp_path: Path, method: str, changed: dict[str, Any], expected: str
-) -> None:
+def test_options_out_of_range_are_refused_by_name(target, tmp_path, method, changed, expected):
     with pytest.raises(SpecExportError, match=expected):
         TRAININGS[method].train(training_options(method, target, tmp_path, **changed), silent)
     assert not (tmp_path / "out.work").exists()  # which would hold the wrong options against the right ones
 
 
-def test_a_work_folder_is_for_one_training_at_a_time(target: Path, tmp_path: Path) -> None:
+def test_a_work_folder_is_for_one_training_at_a_time(target, tmp_path):
     options = training_options("medusa", target, tmp_path)
     with write_lock(tmp_path / "out.work"), pytest.raises(BuildError, match=r"process \d+ is writing .*out\.work"):
         TRAININGS["medusa"].train(options, silent)
@@ -86,15 +84,7 @@ def test_a_work_folder_is_for_one_training_at_a_time(target: Path, tmp_path: Pat
         ("mlp_speculator", "", 3, "int4"),
     ],
 )
-def test_trained_folders_are_built(
-    target: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    method: str,
-    flags: str,
-    drafted: int,
-    precision: Any,
-) -> None:
+def test_trained_folders_are_built(target, tmp_path, capsys, method, flags, drafted, precision):
     trained, data = tmp_path / "trained", write_words(tmp_path)
     words = ["train", method.replace("_", "-"), "--target", str(target), "--data", str(data), "-o", str(trained)]
     assert main([*words, "--seq-len", "32", "--steps", "3", *flags.split()]) == 0
@@ -152,9 +142,7 @@ CHECKS = {"dflash": check_dflash, "eagle3": check_eagle3, "mlp_speculator": chec
         ("mlp_speculator", {"tie_weights": True, "scale_input": True, "accumulate": 2}, "data: step 6"),
     ],
 )
-def test_resumed_runs_equal_uninterrupted_ones(
-    target: Path, tmp_path: Path, method: str, settings: dict[str, Any], stopped_at: str
-) -> None:
+def test_resumed_runs_equal_uninterrupted_ones(target, tmp_path, method, settings, stopped_at):
     options = partial(training_options, method, target, tmp_path)
     record, whole, parted = train_whole_and_parted(method, options, settings, stopped_at)
     if method in CHECKS:

@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -25,7 +24,7 @@ def trees(draw: Any) -> TokenTree:
 
 
 @given(trees())
-def test_mask_depths_children_and_paths_agree(tree: TokenTree) -> None:
+def test_mask_depths_children_and_paths_agree(tree):
     for node in range(len(tree)):
         ancestors, at = {node}, node
         while (at := tree.parents[at]) >= 0:
@@ -39,32 +38,32 @@ def test_mask_depths_children_and_paths_agree(tree: TokenTree) -> None:
 
 
 @given(trees())
-def test_choices_make_the_same_tree_again(tree: TokenTree) -> None:
+def test_choices_make_the_same_tree_again(tree):
     again = TokenTree.from_choices(tree.choices)
     assert sorted(again.choices) == sorted(tree.choices)
     assert TokenTree.from_choices(again.choices) == again
 
 
-def test_choices_are_ordered_by_depth_and_rank_behind_the_path_of_the_first() -> None:
+def test_choices_are_ordered_by_depth_and_rank_behind_the_path_of_the_first():
     tree = TokenTree.from_choices([[2, 0], [0], [2], [0, 1], [0, 0]])
     assert tree.choices == ((0,), (0, 0), (2,), (0, 1), (2, 0))
     assert tree.parents == (-1, 0, 1, 0, 1, 3)
     assert tree.ranks == (0, 0, 0, 2, 1, 0)
 
 
-def test_a_chain_is_the_tree_with_one_leaf() -> None:
+def test_a_chain_is_the_tree_with_one_leaf():
     assert TokenTree.chain(4) == TokenTree.from_choices([[0], [0, 0], [0, 0, 0]])
     assert TokenTree.chain(4).leaf_paths == ((0, 1, 2, 3),)
 
 
-def test_the_published_tree_has_the_shape_its_authors_give() -> None:
+def test_the_published_tree_has_the_shape_its_authors_give():
     tree = TokenTree.load("mc_sim_7b_63")
     assert len(tree) == 64
     assert np.bincount(tree.depths).tolist() == [1, 10, 28, 23, 2]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_published_trees_are_whole(name: str) -> None:
+def test_published_trees_are_whole(name):
     """A rank is only there with those below it, as in every tree that was searched by probability."""
     tree = TokenTree.load(name)
     assert len(tree) == 64
@@ -75,7 +74,7 @@ def test_published_trees_are_whole(name: str) -> None:
 @pytest.mark.parametrize(
     "content", [[[0], [1], [0, 0]], {"choices": [[0], [1], [0, 0]]}, {"parents": [-1, 0, 1, 0]}], ids=str
 )
-def test_files_hold_choices_or_parents(content: Any, tmp_path: Path) -> None:
+def test_files_hold_choices_or_parents(content, tmp_path):
     (tmp_path / "tree.json").write_text(json.dumps(content))
     assert TokenTree.load(tmp_path / "tree.json") == TokenTree((-1, 0, 1, 0))
 
@@ -97,20 +96,20 @@ def test_files_hold_choices_or_parents(content: Any, tmp_path: Path) -> None:
         (json.dumps([[rank] for rank in range(MAX_NODES)]), f"1 to {MAX_NODES} nodes"),
     ],
 )
-def test_files_that_hold_no_tree_are_refused(content: str, reason: str, tmp_path: Path) -> None:
+def test_files_that_hold_no_tree_are_refused(content, reason, tmp_path):
     path = tmp_path / "tree.json"
     path.write_text(content, errors="surrogateescape")
     with pytest.raises(SpecExportError, match=f"tree.json.*({reason})"):
         TokenTree.load(path)
 
 
-def test_a_name_that_is_neither_file_nor_preset_is_refused() -> None:
+def test_a_name_that_is_neither_file_nor_preset_is_refused():
     with pytest.raises(SpecExportError, match=r"no such file, and no preset .*mc_sim_7b_63"):
         TokenTree.load("mc_sim_8b")
 
 
 @given(trees())
-def test_drawings_show_every_node_once_below_its_parent(tree: TokenTree) -> None:
+def test_drawings_show_every_node_once_below_its_parent(tree):
     first, *lines = terminal_tree(tree).splitlines()
     assert first == "0  last token"
     path, seen = [0], [0]
@@ -123,7 +122,7 @@ def test_drawings_show_every_node_once_below_its_parent(tree: TokenTree) -> None
     assert sorted(seen) == list(range(len(tree)))
 
 
-def test_inspect_draws_trees(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_draws_trees(capsys):
     assert main(["inspect", "mc_sim_7b_63", "--tree"]) == 0
     shown = capsys.readouterr().out
     assert "64 nodes with the root, depth 4, 42 paths" in shown
@@ -143,7 +142,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.mark.parametrize(
     "tree", [TokenTree.chain(1), TokenTree.chain(5), TokenTree.load("mc_sim_7b_63")], ids=["root", "chain", "preset"]
 )
-def test_every_node_has_its_place(tree: TokenTree) -> None:
+def test_every_node_has_its_place(tree):
     root = ElementTree.fromstring(svg(tree))
     nodes = root.findall(f"{SVG}g")
     assert [node.findtext(f"{SVG}text") for node in nodes] == [str(node) for node in range(len(tree))]
@@ -160,7 +159,7 @@ def test_every_node_has_its_place(tree: TokenTree) -> None:
     assert all(12 <= x <= width - 12 and 12 <= y <= height - 12 for x, y in places)
 
 
-def test_a_file_and_a_preset_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_and_a_preset_are_drawn(tmp_path, capsys):
     (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
     assert main(["draw", str(tmp_path / "tree.json"), "-o", str(tmp_path / "tree.svg")]) == 0
     assert "4 nodes with the root, depth 2" in capsys.readouterr().out

@@ -48,9 +48,7 @@ def expected_answers(bundle: Bundles) -> dict[str, Any]:
         return {"text": completion.text, "prompt_tokens": completion.stats.prompt_tokens}
 
 
-def test_repositories_are_written_atomically(
-    bundle: Bundles, repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_repositories_are_written_atomically(bundle, repository, tmp_path, capsys):
     export = ["export", "triton", str(bundle("llama-near-batch")), "-o"]
     before = sorted(path.relative_to(repository) for path in repository.rglob("*"))
     assert main([*export, str(repository), "--name", "tiny"]) == 1
@@ -71,7 +69,7 @@ def test_repositories_are_written_atomically(
     assert sorted(path.relative_to(copy) for path in copy.rglob("*")) == before
 
 
-def test_the_configuration_is_one_by_tritons_schema(repository: Path) -> None:
+def test_the_configuration_is_one_by_tritons_schema(repository):
     pytest.importorskip("tritonclient", reason="its protobuf is not [dev]'s: make triton")
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2 as schema
@@ -189,7 +187,7 @@ PARAMETERS = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
 SAMPLING = json.dumps(PARAMETERS).encode()
 
 
-def test_a_request_is_answered_whole_or_in_parts(model: Any, expected_answers: dict[str, Any]) -> None:
+def test_a_request_is_answered_whole_or_in_parts(model, expected_answers):
     wanted = dict.fromkeys(["return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"], True)
     whole = Request(sampling_parameters=SAMPLING, **wanted)
     alone = Request(parameters={name: str(value).lower() for name, value in PARAMETERS.items()})
@@ -213,7 +211,7 @@ def test_a_request_is_answered_whole_or_in_parts(model: Any, expected_answers: d
         assert [outputs["finish_reason"][0] for outputs in responses[-2:]] == [b"", b"length"]
 
 
-def test_special_tokens_of_the_prompt_can_be_left_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_tokens_of_the_prompt_can_be_left_out(model, monkeypatch):
     frontend, added = model._engine.frontend, []
     encode = frontend.encode
     monkeypatch.setattr(
@@ -226,7 +224,7 @@ def test_special_tokens_of_the_prompt_can_be_left_out(model: Any, monkeypatch: p
     assert added == [True, False]
 
 
-def test_several_outputs_are_elements_of_a_tensor(model: Any) -> None:
+def test_several_outputs_are_elements_of_a_tensor(model):
     request = json.dumps(
         {"n": 3, "seed": 1, "temperature": 1, "max_tokens": 8, "speculative": {"num_speculative_tokens": 0}}
     ).encode()
@@ -254,14 +252,14 @@ def test_several_outputs_are_elements_of_a_tensor(model: Any) -> None:
         (Request(parameters={"timeout": 1e-4, "max_tokens": 400}), "CANCELLED", "did not finish within"),
     ],
 )
-def test_errors_say_what_is_wrong(model: Any, request_: Request, code: str, message: str) -> None:
+def test_errors_say_what_is_wrong(model, request_, code, message):
     model.execute([request_])
     (answer,) = request_.responses()
     assert answer.error.code == getattr(TritonError, code)
     assert message in answer.error.message
 
 
-def test_disconnected_clients_requests_end(model: Any) -> None:
+def test_disconnected_clients_requests_end(model):
     request = Request(parameters={**PARAMETERS, "max_tokens": 400}, stream=True)
     model.execute([request])
     request.sent.get(timeout=JOIN)
@@ -270,9 +268,7 @@ def test_disconnected_clients_requests_end(model: Any) -> None:
     wait_until(lambda: not model._engine.running, "the slot is not freed")
 
 
-def test_unloading_lets_requests_finish(
-    repository: Path, expected_answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unloading_lets_requests_finish(repository, expected_answers, monkeypatch):
     model = loaded(repository, monkeypatch)
     requests = [Request(sampling_parameters=SAMPLING, stream=True) for _ in range(4)]
     model.execute(requests)
@@ -283,7 +279,7 @@ def test_unloading_lets_requests_finish(
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"bundle": 1}'])
-def test_settings_that_cannot_be_read_are_named(repository: Path, tmp_path: Path, text: str) -> None:
+def test_settings_that_cannot_be_read_are_named(repository, tmp_path, text):
     with pytest.MonkeyPatch.context() as patch:
         copy = shutil.copytree(repository, tmp_path / "copy")
         (copy / "tiny" / "1" / "model.json").write_text(text)
@@ -327,7 +323,7 @@ def triton(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.mark.skipif(TRITON is None, reason="SPECEXPORT_TRITON names no folder with Triton's server")
-def test_tritons_server_answers(triton: tuple[int, int], repository: Path, expected_answers: dict[str, Any]) -> None:
+def test_tritons_server_answers(triton, repository, expected_answers):
     url = f"http://localhost:{triton[0]}/v2/models/tiny"
     whole = httpx.post(f"{url}/generate", json={"text_input": PROMPT, "parameters": PARAMETERS}, timeout=JOIN)
     assert whole.json()["text_output"] == PROMPT + expected_answers["text"]

@@ -22,7 +22,6 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.request import Stats
 from specexport.tree_search import Observed, candidates, observe, record_proposals, step_costs
-from tests.fixtures import Bundles
 from tests.manifests import rewritten
 from tests.test_bundle import compiled
 
@@ -40,7 +39,7 @@ def quiet(*_: object) -> None:
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple), min_size=1, max_size=30), st.integers(2, 6)
 )
-def test_the_best_tree_is_the_best_of_all(paths: list[tuple[int, ...]], nodes: int) -> None:
+def test_the_best_tree_is_the_best_of_all(paths, nodes):
     counts = Counter(path[:end] for path in paths for end in range(1, len(path) + 1))
     tree = TokenTree.best(lambda path: counts[path], nodes, 3, 3)
     assert len(tree) == min(nodes, 1 + len(counts))
@@ -52,7 +51,7 @@ def test_the_best_tree_is_the_best_of_all(paths: list[tuple[int, ...]], nodes: i
     assert sum(counts[path] for path in tree.choices) == most
 
 
-def test_a_wider_tree_must_pay_for_itself(bundle: Bundles) -> None:
+def test_a_wider_tree_must_pay_for_itself(bundle):
     (method,) = read_manifest(bundle("qwen3-medusa")).methods
     paths = Counter({(0,): 80, (1,): 15, (0, 0): 50, (0, 1): 10, (0, 0, 0): 30})
     seen = Observed(paths, 100, Stats(steps=100, steps_with_draft=100), 3)
@@ -65,7 +64,7 @@ def test_a_wider_tree_must_pay_for_itself(bundle: Bundles) -> None:
     assert {len(tree.tree) for tree in steep} == {2, 3, 4, 5, 6}
 
 
-def test_passes_of_a_draft_cost_too(bundle: Bundles) -> None:
+def test_passes_of_a_draft_cost_too(bundle):
     (method,) = read_manifest(bundle("gpt2-tree")).methods
     paths = Counter({(0,): 90, (0, 0): 80, (0, 0, 0): 70, (1,): 5, (0, 1): 5})
     cheap, dear = (
@@ -80,7 +79,7 @@ def test_passes_of_a_draft_cost_too(bundle: Bundles) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree"])
-def test_observed_acceptance_equals_actual_acceptance(bundle: Bundles, name: str) -> None:
+def test_observed_acceptance_equals_actual_acceptance(bundle, name):
     """Paths within the tree that was verified were accepted as often as they came true."""
     with Engine.load(bundle(name), threads=1) as engine:
         method = next(iter(engine.methods))
@@ -103,12 +102,12 @@ def test_observed_acceptance_equals_actual_acceptance(bundle: Bundles, name: str
         assert sum(seen.paths[path] for path in deepest.choices) == accepted > 0
 
 
-def test_drawn_drafts_are_not_tuned(bundle: Bundles) -> None:
+def test_drawn_drafts_are_not_tuned(bundle):
     with Engine.load(bundle("gpt2-tree"), threads=1) as engine, pytest.raises(RequestError, match="temperature 0"):
         observe(engine, "draft_model", PROMPTS, GREEDY.replace(temperature=1.0), quiet)
 
 
-def test_costs_of_every_width(bundle: Bundles) -> None:
+def test_costs_of_every_width(bundle):
     costs = step_costs(Bundle.open(bundle("qwen3-medusa")), 100, 18, 1, quiet)
     assert len(costs) == 18
     assert costs == sorted(costs)
@@ -127,9 +126,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.mark.exporter
 @pytest.mark.parametrize("name", ["qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree", "gpt2-tree-portable"])
-def test_tuning_writes_the_tree_into_the_bundle(
-    bundle: Bundles, name: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tuning_writes_the_tree_into_the_bundle(bundle, name, tmp_path, data, capsys):
     from specexport.verify.bundle import verify
 
     folder = copytree(bundle(name), tmp_path / "bundle")
@@ -154,7 +151,7 @@ def test_tuning_writes_the_tree_into_the_bundle(
 
 
 @pytest.mark.exporter
-def test_a_tree_the_bundle_has_no_room_for(bundle: Bundles, tmp_path: Path) -> None:
+def test_a_tree_the_bundle_has_no_room_for(bundle, tmp_path):
     from specexport.exporter.set_tree import set_default_tree
 
     folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
@@ -167,9 +164,7 @@ def test_a_tree_the_bundle_has_no_room_for(bundle: Bundles, tmp_path: Path) -> N
     assert (folder / "specexport.json").read_bytes() == before
 
 
-def test_steps_are_observed_where_they_are_timed(
-    bundle: Bundles, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_are_observed_where_they_are_timed(bundle, tmp_path, data, capsys):
     """Both by ONNX Runtime on the CPU, also where the bundle's own backend is another one."""
     folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
     rewritten(folder, lambda document: document.update(backend="onnxruntime-cuda"))
@@ -180,8 +175,8 @@ def test_steps_are_observed_where_they_are_timed(
 
 @pytest.mark.exporter
 def test_a_bundle_made_for_its_trees_is_refused_before_anything_is_measured(
-    bundle: Bundles, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bundle, tmp_path, data, capsys, monkeypatch
+):
     folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
     rewritten(folder, lambda document: (compiled(document), document.update(backend="tensorrt-rtx")))
     monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("it is loaded"))
@@ -192,8 +187,8 @@ def test_a_bundle_made_for_its_trees_is_refused_before_anything_is_measured(
 
 @pytest.mark.exporter
 def test_a_bundle_that_cannot_be_changed_is_refused_before_anything_is_measured(
-    bundle: Bundles, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bundle, tmp_path, data, capsys, monkeypatch
+):
     folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
     monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("it is loaded"))
 
@@ -217,15 +212,13 @@ def test_a_bundle_that_cannot_be_changed_is_refused_before_anything_is_measured(
         (["--method", "ngram"], 2, "--method is 'ngram'; the bundle has medusa"),
     ],
 )
-def test_wrong_arguments_are_explained(
-    bundle: Bundles, data: Path, words: list[str], status: int, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_are_explained(bundle, data, words, status, reason, capsys):
     given_data = [] if words[0] == "--data" else ["--data", str(data)]
     assert main(["tune", "tree", str(bundle("qwen3-medusa")), *given_data, *words]) == status
     assert reason in capsys.readouterr().err
 
 
-def test_a_line_without_a_text_is_named(bundle: Bundles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_without_a_text_is_named(bundle, tmp_path, capsys):
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "fine"}\n\n{"txt": "not"}\n')
     assert main(["tune", "tree", str(bundle("qwen3-medusa")), "--data", str(file), "--dry-run"]) == 1

@@ -12,7 +12,6 @@ import pytest
 from specexport.contract.errors import BundleError
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
-from tests.fixtures import Bundles
 
 NAME = "llama-near"
 WRONG = b"ab\xff"
@@ -38,15 +37,13 @@ def command(
         (["-p", "a", "--method", WRONG], b"", f"method: {NAMED}"),
     ],
 )
-def test_text_that_is_not_utf8_is_explained_in_one_line(
-    bundle: Bundles, words: list[object], stdin: bytes, named: str
-) -> None:
+def test_text_that_is_not_utf8_is_explained_in_one_line(bundle, words, stdin, named):
     done = command("run", bundle(NAME), *words, stdin=stdin)
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr.decode() == f"specexport: error: {named}\n"
 
 
-def test_another_encoding_is_that_of_standard_input(bundle: Bundles) -> None:
+def test_another_encoding_is_that_of_standard_input(bundle):
     words = ("run", bundle(NAME), "-n", "2", "--temperature", "0", "--json", "--no-calibrate")
     latin = command(*words, stdin="ab\xff".encode("latin-1"), env={"PYTHONIOENCODING": "latin-1"})
     assert latin.returncode == 0
@@ -69,9 +66,7 @@ def test_another_encoding_is_that_of_standard_input(bundle: Bundles) -> None:
         (["build", "--target", WRONG, "-o", "out"], b""),
     ],
 )
-def test_files_and_options_that_are_not_utf8_are_named(
-    bundle: Bundles, tmp_path: Path, words: list[object], content: bytes
-) -> None:
+def test_files_and_options_that_are_not_utf8_are_named(bundle, tmp_path, words, content):
     (tmp_path / "data.jsonl").write_bytes(content)
     known: dict[object, object] = {"BUNDLE": bundle(NAME), "FILE": tmp_path / "data.jsonl"}
     done = command(*(known.get(word, word) for word in words))
@@ -86,7 +81,7 @@ def test_files_and_options_that_are_not_utf8_are_named(
 @pytest.mark.parametrize(
     "file", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 )
-def test_a_checkpoint_that_is_not_utf8_is_refused(tmp_path: Path, file: str) -> None:
+def test_a_checkpoint_that_is_not_utf8_is_refused(tmp_path, file):
     from tests.checkpoints import make_checkpoint
 
     model = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1)
@@ -101,7 +96,7 @@ def test_a_checkpoint_that_is_not_utf8_is_refused(tmp_path: Path, file: str) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_may_have_any_name_that_is_text(bundle: Bundles, tmp_path: Path) -> None:
+def test_a_folder_may_have_any_name_that_is_text(bundle, tmp_path):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + WRONG))
     shutil.copytree(bundle(NAME), folder)
     with pytest.raises(BundleError, match="the folder's name is not UTF-8; rename it"):
@@ -112,7 +107,7 @@ def test_a_folder_may_have_any_name_that_is_text(bundle: Bundles, tmp_path: Path
         assert engine.generate("a", SamplingParams(max_tokens=2, ignore_eos=True)).token_ids
 
 
-def test_unprintable_characters_are_replaced(bundle: Bundles) -> None:
+def test_unprintable_characters_are_replaced(bundle):
     words = ("run", bundle(NAME), "-p", "🙂 ü", "-n", "24", "--temperature", "0", "--ignore-eos", "--no-calibrate")
     shown = command(*words).stdout.decode()
     assert not shown.isascii()  # else this would show nothing

@@ -1,7 +1,6 @@
 """A draft with another tokenizer: what it says is translated, and never changes what the target says."""
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from specexport.methods.universal_draft import UniversalDraftProposer
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import Proposal, Proposer, SlotView
 from specexport.runtime.speculative import PLAIN
-from tests.fixtures import Bundles
 from tests.manifests import rewritten
 from tests.ways import ways
 
@@ -62,7 +60,7 @@ def view(tokens: list[int], size: int = 8) -> SlotView:
 
 
 @pytest.mark.exporter  # the tokenizer of its checkpoints
-def test_text_is_translated_both_ways() -> None:
+def test_text_is_translated_both_ways():
     from tests.checkpoints import tokenizer
 
     target = tokenizer().backend_tokenizer
@@ -84,7 +82,7 @@ def test_text_is_translated_both_ways() -> None:
 
 
 @pytest.mark.exporter  # the tokenizer of its checkpoints
-def test_nothing_is_proposed_within_a_character() -> None:
+def test_nothing_is_proposed_within_a_character():
     from tests.checkpoints import tokenizer
 
     target = tokenizer().backend_tokenizer
@@ -94,7 +92,7 @@ def test_nothing_is_proposed_within_a_character() -> None:
 
 
 @pytest.mark.exporter
-def test_decoding_is_lossless(tmp_path: Path) -> None:
+def test_decoding_is_lossless(tmp_path):
     from specexport.exporter.build import build
     from specexport.exporter.options import BuildOptions
     from specexport.verify.bundle import verify
@@ -124,7 +122,7 @@ def test_decoding_is_lossless(tmp_path: Path) -> None:
         build(BuildOptions(methods=ways(draft=draft, universal_draft=draft), **options, overwrite=True))
 
 
-def test_the_tokenizer_must_be_listed(tmp_path: Path, bundle: Bundles) -> None:
+def test_the_tokenizer_must_be_listed(tmp_path, bundle):
     from specexport.contract.errors import BundleError
 
     folder = shutil.copytree(bundle("dice-near"), tmp_path / "bundle")

@@ -9,7 +9,7 @@ import pytest
 from specexport import LLM, SamplingParams
 from specexport.contract.errors import RequestError
 from specexport.contract.values import token_ids
-from tests.fixtures import Bundles, Engines
+from tests.fixtures import Bundles
 
 NAME = "llama-near"
 IDS = [5, 6, 7, 8]
@@ -41,7 +41,7 @@ def _arrays() -> list[Any]:
 
 
 @pytest.mark.parametrize("ids", _arrays(), ids=lambda ids: f"{type(ids).__module__}.{type(ids).__name__}")
-def test_token_ids_come_in_arrays(llm: LLM, engine: Engines, ids: Any) -> None:
+def test_token_ids_come_in_arrays(llm, engine, ids):
     expected = engine(NAME).generate(IDS, GREEDY).token_ids
     assert engine(NAME).generate(ids, GREEDY).token_ids == expected
     for prompts in (ids, {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}], [ids]):
@@ -51,7 +51,7 @@ def test_token_ids_come_in_arrays(llm: LLM, engine: Engines, ids: Any) -> None:
         assert all(type(token) is int for token in (*output.prompt_token_ids, *output.outputs[0].token_ids))
 
 
-def test_lists_and_arrays_of_rows_are_a_prompt_each(llm: LLM) -> None:
+def test_lists_and_arrays_of_rows_are_a_prompt_each(llm):
     rows = np.array([[5, 6, 7], [8, 9, 10]])
     outputs = llm.generate(rows, GREEDY, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == [(5, 6, 7), (8, 9, 10)]
@@ -63,7 +63,7 @@ def test_lists_and_arrays_of_rows_are_a_prompt_each(llm: LLM) -> None:
         llm.generate({"prompt_token_ids": rows}, GREEDY)
 
 
-def test_a_hypothesis_is_an_array(engine: Engines) -> None:
+def test_a_hypothesis_is_an_array(engine):
     completion = engine("qwen3-lookup").generate(IDS, GREEDY).token_ids
     for hypothesis in (np.array(completion), np.array([completion])):
         chosen = {"hypothesis": hypothesis}
@@ -92,7 +92,7 @@ def test_a_hypothesis_is_an_array(engine: Engines) -> None:
         ([320], "the prompt holds token 320; the model has tokens 0 to 319"),
     ],
 )
-def test_invalid_token_ids_are_refused(llm: LLM, engine: Engines, prompt: Any, named: str) -> None:
+def test_invalid_token_ids_are_refused(llm, engine, prompt, named):
     with pytest.raises(RequestError, match=named):
         engine(NAME).encode(prompt)
     with pytest.raises(RequestError, match=f"prompt 0: .*({named})"):
@@ -118,12 +118,12 @@ def test_invalid_token_ids_are_refused(llm: LLM, engine: Engines, prompt: Any, n
         ({"text": "one"}, r"prompt 0 has the keys \['text'\]"),
     ],
 )
-def test_invalid_prompts_are_refused(llm: LLM, prompts: Any, named: str) -> None:
+def test_invalid_prompts_are_refused(llm, prompts, named):
     with pytest.raises(RequestError, match=named):
         llm.generate(prompts, GREEDY)
 
 
-def test_unknown_parameters_are_refused(llm: LLM) -> None:
+def test_unknown_parameters_are_refused(llm):
     for wrong in (5, "greedy", [GREEDY, 5]):
         with pytest.raises(RequestError, match=r"sampling_params is (5|'greedy'); expected SamplingParams"):
             llm.generate(["one", "two"], wrong)
@@ -135,7 +135,7 @@ def test_unknown_parameters_are_refused(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("levels", [65, 5000])
-def test_deep_nesting_is_refused_by_name(engine: Engines, levels: int) -> None:
+def test_deep_nesting_is_refused_by_name(engine, levels):
     deep: Any = 1
     for _ in range(levels):
         deep = {"a": [deep]}
@@ -145,7 +145,7 @@ def test_deep_nesting_is_refused_by_name(engine: Engines, levels: int) -> None:
         engine(NAME).generate(IDS, GREEDY, {"hypothesis": [5], "hypothesis_entropy": deep})
 
 
-def test_numbers_of_numpy_are_numbers(engine: Engines) -> None:
+def test_numbers_of_numpy_are_numbers(engine):
     params = SamplingParams(
         max_tokens=np.int64(6),
         temperature=np.float32(0.5),
@@ -196,7 +196,7 @@ def test_numbers_of_numpy_are_numbers(engine: Engines) -> None:
 # --- how many tokens --------------------------------------------------------------------------------------------------
 
 
-def test_no_most_is_the_rest_of_the_context(llm: LLM, engine: Engines) -> None:
+def test_no_most_is_the_rest_of_the_context(llm, engine):
     context = engine(NAME).manifest.max_seq_len
     rest = GREEDY.replace(max_tokens=None)
     prompt = [5 + at % 7 for at in range(context - 20)]
@@ -209,7 +209,7 @@ def test_no_most_is_the_rest_of_the_context(llm: LLM, engine: Engines) -> None:
 
 
 @pytest.mark.parametrize(("least", "most"), [(50, 100), (21, None), (20, 20), (10_000, None)])
-def test_the_context_limits_minimum_lengths(llm: LLM, engine: Engines, least: int, most: int | None) -> None:
+def test_the_context_limits_minimum_lengths(llm, engine, least, most):
     context = engine(NAME).manifest.max_seq_len
     ends = engine(NAME).manifest.tokenizer.eos_token_ids
     prompt = [5 + at % 7 for at in range(context - 20)]
@@ -222,7 +222,7 @@ def test_the_context_limits_minimum_lengths(llm: LLM, engine: Engines, least: in
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def test_half_a_character_is_refused(llm: LLM, engine: Engines) -> None:
+def test_half_a_character_is_refused(llm, engine):
     named = r"U\+D83D, half of a character, at position 9 is not UTF-8; send text in UTF-8"
     with pytest.raises(RequestError, match=f"prompt 0: the prompt: {named}"):
         llm.generate(SURROGATE, GREEDY)
@@ -238,7 +238,7 @@ def test_half_a_character_is_refused(llm: LLM, engine: Engines) -> None:
             SamplingParams(**{field: SURROGATE})
 
 
-def test_values_without_ids_are_refused() -> None:
+def test_values_without_ids_are_refused():
     assert token_ids([], "ids") == []
     assert token_ids(np.zeros((1, 0), np.int64), "ids") == []
     with pytest.raises(RequestError, match="ids is b'abc'; expected a list of token ids"):

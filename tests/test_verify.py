@@ -4,7 +4,7 @@ import dataclasses
 import io
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def _shown(report: VerifyReport) -> str:
     return shown.getvalue()
 
 
-def test_a_right_bundle_passes_every_check(fp32: Path) -> None:
+def test_a_right_bundle_passes_every_check(fp32):
     seen: list[str] = []
     report = verify(fp32, max_tokens=12, progress=lambda name, done, total: seen.append(name))
     assert report.passed
@@ -102,14 +102,14 @@ def test_a_right_bundle_passes_every_check(fp32: Path) -> None:
     assert "verdict: passed" in _shown(report)
 
 
-def test_an_int8_bundle_passes_with_its_own_limits(int8: Path) -> None:
+def test_an_int8_bundle_passes_with_its_own_limits(int8):
     report = verify(int8, max_tokens=12)
     assert report.verdict == "passed", _shown(report)
     logits = _check(report, "logits").numbers
     assert 1e-3 < logits["rms_difference_relative"] < LIMITS["int8"].rms
 
 
-def test_an_altered_byte_is_found_and_nothing_else_is_run(copy: Path) -> None:
+def test_an_altered_byte_is_found_and_nothing_else_is_run(copy):
     path = copy / "target" / "weights.bin"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -123,7 +123,7 @@ def test_an_altered_byte_is_found_and_nothing_else_is_run(copy: Path) -> None:
     assert "verdict: failed" in _shown(report)
 
 
-def test_a_folder_that_is_no_bundle_fails(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_bundle_fails(tmp_path):
     report = verify(tmp_path)
     assert report.verdict == "failed"
     assert "specexport.json" in report.checks[0].sentence
@@ -146,9 +146,7 @@ def _no_numbers(weights: np.ndarray) -> None:
         ("draft", _halved, {"draft_model"}, "own token"),
     ],
 )
-def test_other_weights_with_fitting_hashes_are_found(
-    copy: Path, model: str, spoil: Callable[[np.ndarray], None], failed: set[str], words: str
-) -> None:
+def test_other_weights_with_fitting_hashes_are_found(copy, model, spoil, failed, words):
     path = copy / model / "weights.bin"
     weights = np.fromfile(path, np.float32)
     spoil(weights)
@@ -161,7 +159,7 @@ def test_other_weights_with_fitting_hashes_are_found(
     json.dumps(report.as_dict(), allow_nan=False)
 
 
-def test_a_model_that_its_precision_broke_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_model_that_its_precision_broke_is_refused(checkpoints, tmp_path):
     """Weights eight times as large: the same rounding turns nearly every choice."""
     broken = shutil.copytree(checkpoints["target"], tmp_path / "target")
     weights = load_file(broken / "model.safetensors")
@@ -181,13 +179,13 @@ def test_a_model_that_its_precision_broke_is_refused(checkpoints: dict[str, Path
 
 
 @pytest.mark.parametrize("role, reason", [("other", "limit 0.001"), ("draft", "is another model")])
-def test_changed_targets_are_detected(fp32: Path, checkpoints: dict[str, Path], role: str, reason: str) -> None:
+def test_changed_targets_are_detected(fp32, checkpoints, role, reason):
     report = verify(fp32, target=str(checkpoints[role]), prompts=PROMPTS[:1], max_tokens=2)
     assert _results(report) == {**dict.fromkeys(NAMES, "passed"), **dict.fromkeys(["logits", "quality"], "failed")}
     assert reason in _check(report, "logits").sentence
 
 
-def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_models_that_are_not_there_are_not_run(copy, checkpoints, tmp_path):
     for place in ("target.source", "methods.0.draft.source", "methods.0.model"):
         put(copy, place, str(tmp_path / "gone"))
     report = verify(copy, prompts=PROMPTS[:1], max_tokens=2)
@@ -203,12 +201,12 @@ def test_models_that_are_not_there_are_not_run(copy: Path, checkpoints: dict[str
     assert checks.verdict == "passed"
 
 
-def test_graphs_in_the_hubs_cache_are_checked(copy: Path, tmp_path: Path) -> None:
+def test_graphs_in_the_hubs_cache_are_checked(copy, tmp_path):
     folder = cached_as_the_hub_does(copy, tmp_path / "models--owner--name")
     assert check_graphs(Bundle.open(folder), lambda *_: None) == check_graphs(Bundle.open(copy), lambda *_: None) > 0
 
 
-def test_a_bundle_without_a_draft(copy: Path, checkpoints: dict[str, Path]) -> None:
+def test_a_bundle_without_a_draft(copy, checkpoints):
     put(copy, "methods", [])
     report = verify(copy, prompts=("a",), max_tokens=2)
     assert _results(report) == dict.fromkeys(["files", "graphs", "logits", "quality", "speculation"], "passed")
@@ -217,7 +215,7 @@ def test_a_bundle_without_a_draft(copy: Path, checkpoints: dict[str, Path]) -> N
         verify(copy, sources={"draft_model.model": str(checkpoints["draft"])})
 
 
-def test_wrong_arguments(fp32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(fp32, tmp_path, capsys):
     with pytest.raises(BuildError, match="no such folder"):
         verify(fp32, target=str(tmp_path / "gone"))
     with pytest.raises(RequestError, match=r"draft\.model was given, .* expected one of draft_model\.model"):
@@ -255,7 +253,7 @@ def _speculation(folder: Path) -> tuple[bool, str, dict[str, float]]:
 
 
 @pytest.mark.usefixtures("lying")
-def test_speculation_that_changes_the_text_fails(fp32: Path) -> None:
+def test_speculation_that_changes_the_text_fails(fp32):
     passed, sentence, numbers = _speculation(fp32)
     assert not passed
     # Two numbers of draft tokens; each run goes on behind a difference and meets the next one four tokens later.
@@ -263,13 +261,13 @@ def test_speculation_that_changes_the_text_fails(fp32: Path) -> None:
     assert "after 7 tokens" in sentence
 
 
-def test_every_number_of_draft_tokens_and_every_text_is_tried(fp32: Path) -> None:
+def test_every_number_of_draft_tokens_and_every_text_is_tried(fp32):
     manifest = read_manifest(fp32)
     assert rounds(manifest, [[1], [2], [3]]) == [([1], 1), ([2], 3), ([3], 1)]
     assert rounds(manifest, [[1]]) == [([1], 1), ([1], 3)]
 
 
-def test_agreement_counts_small_preferences_as_ties() -> None:
+def test_agreement_counts_small_preferences_as_ties():
     reference = np.zeros((3, 100), np.float32)
     reference[:, 0], reference[:, 1], reference[:, 2] = 4.0, 3.99, 3.0
     agreement = TokenAgreement(LIMITS["fp16"])
@@ -308,7 +306,7 @@ def _invalid(model: onnx.ModelProto) -> None:
         (_invalid, "not a valid ONNX graph"),
     ],
 )
-def test_a_wrong_graph_is_named(copy: Path, spoil: Callable[[onnx.ModelProto], None], reason: str) -> None:
+def test_a_wrong_graph_is_named(copy, spoil, reason):
     path = copy / "target" / "step.onnx"
     model = onnx.load(path, load_external_data=False)
     spoil(model)

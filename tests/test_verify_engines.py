@@ -123,9 +123,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
 
 
 @pytest.mark.parametrize("name", ["fp16-native-both", "int8-portable-draft", "fp16-native-batch", "qwen3-mlp"])
-def test_every_engine_is_compared_and_a_wrong_one_is_found(
-    name: str, compiled: Bundles, gpu: Callable[[tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_engine_is_compared_and_a_wrong_one_is_found(name, compiled, gpu, monkeypatch):
     folder = compiled(name)
     manifest = read_manifest(folder)
     gpu((8, 9))
@@ -188,9 +186,7 @@ def test_every_engine_is_compared_and_a_wrong_one_is_found(
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
-def test_a_draft_over_the_target_s_states_is_compared(
-    method: str, compiled: Bundles, gpu: Callable[[tuple[int, int]], None]
-) -> None:
+def test_a_draft_over_the_target_s_states_is_compared(method, compiled, gpu):
     folder = compiled(f"dice-{method}")
     gpu((8, 9))
     subjects = runnable(read_manifest(folder))[1]
@@ -199,9 +195,7 @@ def test_a_draft_over_the_target_s_states_is_compared(
     assert any(subject.master.startswith(f"{method}/") for subject in subjects)
 
 
-def test_a_wrong_engine_fails_the_verdict(
-    compiled: Bundles, gpu: Callable[[tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_engine_fails_the_verdict(compiled, gpu, monkeypatch):
     folder = compiled("fp16-portable-ngram")
     gpu((8, 9))
 
@@ -226,9 +220,7 @@ def test_a_wrong_engine_fails_the_verdict(
     assert re.search(r"ONNX graphs: \d+ differences?; target/step\.fp16\.tensorrt-rtx", wrong.sentence)
 
 
-def test_where_engines_cannot_run_it_says_that_they_were_not_compared(
-    compiled: Bundles, gpu: Callable[[tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_engines_cannot_run_it_says_that_they_were_not_compared(compiled, gpu, monkeypatch):
     folder = compiled("fp16-portable-plain")
 
     def no_driver() -> Cuda:
@@ -251,7 +243,7 @@ def test_where_engines_cannot_run_it_says_that_they_were_not_compared(
         runnable(msgspec.structs.replace(manifest, target=target))
 
 
-def test_bfloat16_goes_in_and_out_as_bytes() -> None:
+def test_bfloat16_goes_in_and_out_as_bytes():
     """Polygraphy's NumPy has no bfloat16: caches are given and read as bytes of it."""
     import onnx
 

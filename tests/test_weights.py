@@ -43,9 +43,7 @@ K, N, VOCAB = 64, 48, 40
     largest=st.sampled_from([7, 127]),
     scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
 )
-def test_each_weight_is_restored_within_half_a_step(
-    seed: int, axis: int, block: int, largest: int, scale: float
-) -> None:
+def test_each_weight_is_restored_within_half_a_step(seed, axis, block, largest, scale):
     matrix = (np.random.default_rng(seed).standard_normal((128, 64)) * scale).astype(np.float32)
     matrix[:64, :16] = 0.0
     blocks = quantize_blocks(matrix, axis, block, largest)
@@ -66,9 +64,7 @@ def test_each_weight_is_restored_within_half_a_step(
     zero_points=st.booleans(),
     scale=st.sampled_from([1e-30, 1e-6, 1e-3, 1.0, 1e30]),
 )
-def test_blocks_are_rounded_with_the_scale_of_least_error(
-    seed: int, axis: int, block: int, zero_points: bool, scale: float
-) -> None:
+def test_blocks_are_rounded_with_the_scale_of_least_error(seed, axis, block, zero_points, scale):
     """Never worse than the scale of the largest weight, and better by as much as that costs."""
     matrix = (np.random.default_rng(seed).standard_normal((128, 64)) * scale).astype(np.float32)
     matrix[:64, :16] = 0.0
@@ -91,7 +87,7 @@ def test_blocks_are_rounded_with_the_scale_of_least_error(
 
 
 @given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([1e-6, 1e-3, 1.0, 1e3]))
-def test_fp8_is_as_exact_at_any_scale_and_its_scales_are_the_same_in_half_precision(seed: int, scale: float) -> None:
+def test_fp8_is_as_exact_at_any_scale_and_its_scales_are_the_same_in_half_precision(seed, scale):
     matrix = (np.random.default_rng(seed).standard_normal((64, 16)) * scale).astype(np.float32)
     matrix[:, 3] = 0.0
     scales = column_scales(np.abs(matrix).max(axis=0), "fp8")
@@ -103,7 +99,7 @@ def test_fp8_is_as_exact_at_any_scale_and_its_scales_are_the_same_in_half_precis
 
 @settings(deadline=None)
 @given(st.lists(st.integers(-8, 7), min_size=2, max_size=64).filter(lambda values: len(values) % 2 == 0))
-def test_packed_int4_reads_back_through_onnx(values: list[int]) -> None:
+def test_packed_int4_reads_back_through_onnx(values):
     packed = pack_int4(np.array(values, np.int8))
     tensor = onnx.helper.make_tensor("t", onnx.TensorProto.INT4, [len(values)], packed.tobytes(), raw=True)
     assert onnx.numpy_helper.to_array(tensor).astype(int).tolist() == values
@@ -143,7 +139,7 @@ def _model(embedding: np.ndarray, weight: np.ndarray, *, tied: bool) -> ir.Model
     ("precision", "tolerance"),
     [("fp32", 1e-6), ("fp16", 1e-3), ("bf16", 5e-3), ("int8", 0.02), ("int4", 0.2), ("fp8", 0.05)],
 )
-def test_stored_graphs_equal_the_original(tmp_path: Path, precision: str, tolerance: float, tied: bool) -> None:
+def test_stored_graphs_equal_the_original(tmp_path, precision, tolerance, tied):
     rng = np.random.default_rng(0)
     embedding = rng.standard_normal((VOCAB, K)).astype(np.float32)
     weight = rng.standard_normal((K, K if tied else N)).astype(np.float32)
@@ -162,7 +158,7 @@ def test_stored_graphs_equal_the_original(tmp_path: Path, precision: str, tolera
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_rows_are_looked_up_without_an_operator_that_gpus_lack(tmp_path: Path, precision: str) -> None:
+def test_rows_are_looked_up_without_an_operator_that_gpus_lack(tmp_path, precision):
     embedding = np.random.default_rng(0).standard_normal((VOCAB, K)).astype(np.float32)
     model = _model(embedding, np.eye(K, dtype=np.float32), tied=False)
     with WeightsFile(tmp_path / "weights.bin", Storage(precision, 32)) as weights:
@@ -182,7 +178,7 @@ def test_rows_are_looked_up_without_an_operator_that_gpus_lack(tmp_path: Path, p
 
 @pytest.mark.parametrize("restored", [False, True], ids=["onnxruntime", "tensorrt"])
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_experts_are_dequantized_exactly(tmp_path: Path, precision: str, restored: bool) -> None:
+def test_experts_are_dequantized_exactly(tmp_path, precision, restored):
     experts = np.random.default_rng(0).standard_normal((4, K, N)).astype(np.float32)
     model = ir.from_onnx_text(
         """<ir_version: 10, opset_import: ["" : 24]>
@@ -204,14 +200,14 @@ def test_experts_are_dequantized_exactly(tmp_path: Path, precision: str, restore
     assert np.array_equal(outputs, (expected.astype(np.float16).astype(np.float32) if restored else expected)[[3, 0]])
 
 
-def test_a_matrix_that_blocks_do_not_divide_stays_fp32_and_is_reported(tmp_path: Path) -> None:
+def test_a_matrix_that_blocks_do_not_divide_stays_fp32_and_is_reported(tmp_path):
     model = _model(np.ones((VOCAB, 24), np.float32), np.ones((24, N), np.float32), tied=False)
     weights = stored_graph(model, tmp_path / "model.onnx", Storage("int8", 32))
     assert set(weights.report.not_quantized) == {"table", "weight"}
     assert "24" in weights.report.not_quantized["weight"]
 
 
-def test_weights_beyond_fp16_stay_fp32_and_are_reported(tmp_path: Path) -> None:
+def test_weights_beyond_fp16_stay_fp32_and_are_reported(tmp_path):
     model = _model(np.ones((VOCAB, K), np.float32), np.full((K, N), 1e6, np.float32), tied=False)
     weights = stored_graph(model, tmp_path / "model.onnx", Storage("fp16", 32))
     assert list(weights.report.not_quantized) == ["weight"]
@@ -243,7 +239,7 @@ print(max(most, held()) - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's account of a process's memory")
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
-def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_path: Path, precision: str) -> None:
+def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_path, precision):
     """Pages of files, which the system may drop, not counted. A child's ru_maxrss would begin with its parent's.
 
     Calibration adds activations and square matrices of the greatest depth, which for larger models are a smaller part.
@@ -269,12 +265,12 @@ def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_pat
         ({"precision": "int8", "lowering": "portable"}, Storage("int8", None)),
     ],
 )
-def test_drafts_are_rounded_within_limits(tmp_path: Path, options: dict[str, Any], stored: Storage) -> None:
+def test_drafts_are_rounded_within_limits(tmp_path, options, stored):
     resolved = BuildOptions("target", tmp_path / "bundle", **options).draft_storage
     assert (resolved.kind, resolved.block_size) == (stored.kind, stored.block_size)
 
 
-def test_heads_are_stored_in_the_draft_precision(tmp_path: Path) -> None:
+def test_heads_are_stored_in_the_draft_precision(tmp_path):
     model = ir.from_onnx_text(
         """<ir_version: 10, opset_import: ["" : 24]>
         g (float[B,T,128] x) => (float[B,T,128] logits, float[B,T,128] candidates) {
@@ -298,7 +294,7 @@ def test_heads_are_stored_in_the_draft_precision(tmp_path: Path) -> None:
     [(Storage("stored", None), []), (Storage("int8", 32, any_scales=True), ["weight"])],
     ids=["one scale a column", "zero points of rows"],
 )
-def test_scales_that_a_graph_cannot_read_are_rounded_again(tmp_path: Path, storage: Storage, kept: list[str]) -> None:
+def test_scales_that_a_graph_cannot_read_are_rounded_again(tmp_path, storage, kept):
     """No column of four bits has one scale, and rows are looked up without zero points."""
     rng = np.random.default_rng(0)
     tensors: dict[str, StoredTensor] = {}
@@ -341,9 +337,7 @@ def hashes(bundle: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
-def test_bundles_are_those_of_a_model_that_is_held(
-    halved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
-) -> None:
+def test_bundles_are_those_of_a_model_that_is_held(halved, tmp_path, monkeypatch, precision):
     results, heads = [], make_heads(tmp_path / "heads", halved, 2, tied=True)
     for large in (stored.LARGE, 1):
         monkeypatch.setattr(stored, "LARGE", large)
@@ -356,7 +350,7 @@ def test_bundles_are_those_of_a_model_that_is_held(
     assert results[0] == results[1] and len(results[0]) > 4
 
 
-def test_matrices_are_in_memory_only_while_they_are_read(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_are_in_memory_only_while_they_are_read(halved, monkeypatch):
     whole = load_checkpoint(str(halved))
     monkeypatch.setattr(stored, "LARGE", 1)
     loaded = load_checkpoint(str(halved))
@@ -371,7 +365,7 @@ def test_matrices_are_in_memory_only_while_they_are_read(halved: Path, monkeypat
     assert dict(loaded.model.named_parameters()) == held  # nothing is left behind
 
 
-def test_a_module_that_fails_holds_nothing(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_fails_holds_nothing(halved, monkeypatch):
     monkeypatch.setattr(stored, "LARGE", 1)
     model = load_checkpoint(str(halved)).model
     head = model.get_output_embeddings()
@@ -382,9 +376,7 @@ def test_a_module_that_fails_holds_nothing(halved: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_head_stored_beside_its_embedding_is_tied_as_in_transformers(
-    halved: Path, monkeypatch: pytest.MonkeyPatch, same: bool
-) -> None:
+def test_a_head_stored_beside_its_embedding_is_tied_as_in_transformers(halved, monkeypatch, same):
     monkeypatch.setattr(stored, "LARGE", 1)
     state = load_file(halved / "model.safetensors")
     table = state["model.embed_tokens.weight"]

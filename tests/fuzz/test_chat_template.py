@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from specexport.contract.errors import BundleError, RequestError
 from specexport.runtime.chat import ChatTemplate
 from specexport.runtime.chat_process import LONGEST
-from tests.fuzz.conftest import Fuzz
 from tests.serving import TEMPLATE
 
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "one"}, {"role": "assistant", "content": None}]
@@ -78,12 +77,12 @@ def _check(source: str) -> str:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_chat_templates(fuzz: Fuzz) -> None:
+def test_chat_templates(fuzz):
     fuzz("chat templates", TEMPLATES, _check, 60)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_chat_template_with_something_in_it(fuzz: Fuzz) -> None:
+def test_a_chat_template_with_something_in_it(fuzz):
     places = [at for at, letter in enumerate(TEMPLATE) if letter in "{}% "]
     harmed = st.tuples(st.sampled_from(places), TEMPLATES).map(lambda of: TEMPLATE[: of[0]] + of[1] + TEMPLATE[of[0] :])
     fuzz("chat templates", harmed, _check, 40)

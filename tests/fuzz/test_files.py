@@ -57,7 +57,7 @@ def either(path: Path, done: list[Edit]) -> bytes:
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 
-def test_manifests(fuzz: Fuzz, box: Sandbox, bundle: Bundles) -> None:
+def test_manifests(fuzz, box, bundle):
     names = ("dice-near", "dice-mlp", "dice-medusa-draft", "dice-lookahead")
     seeds = {str(bundle(name)): bundle(name) / MANIFEST_NAME for name in names}
     _try(fuzz, box, "manifest", seeds, as_json, 400)
@@ -67,12 +67,12 @@ def test_manifests(fuzz: Fuzz, box: Sandbox, bundle: Bundles) -> None:
     ("target", "file", "count"),
     [("graph", "target/step.onnx", 150), ("weights", "target/weights.bin", 60), ("tokenizer", "tokenizer.json", 300)],
 )
-def test_files_of_bundles(fuzz: Fuzz, box: Sandbox, bundle: Bundles, target: str, file: str, count: int) -> None:
+def test_files_of_bundles(fuzz, box, bundle, target, file, count):
     (path,) = bundle("dice-near").glob(f"**/{file}")
     _try(fuzz, box, target, {str(bundle("dice-near")): path}, either, count)
 
 
-def test_trees(fuzz: Fuzz, box: Sandbox, tmp_path: Path) -> None:
+def test_trees(fuzz, box, tmp_path):
     seeds = {"choices": [[0], [1], [0, 0], [0, 1], [0, 0, 0]], "parents": {"parents": [-1, 0, 0, 1, 2]}}
     files = {name: tmp_path / name for name in seeds}
     for name, content in seeds.items():
@@ -122,7 +122,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("index", "parts/model.safetensors.index.json", 60),
     ],
 )
-def test_checkpoints(fuzz: Fuzz, box: Sandbox, checkpoints: Path, target: str, file: str, count: int) -> None:
+def test_checkpoints(fuzz, box, checkpoints, target, file, count):
     path = checkpoints / file
     _try(fuzz, box, target, {str(path.parent): path}, either, count)
 
@@ -139,7 +139,7 @@ def as_gguf(path: Path, done: list[Edit]) -> bytes:
 
 
 @pytest.mark.exporter
-def test_gguf_headers(fuzz: Fuzz, checkpoints: Path) -> None:
+def test_gguf_headers(fuzz, checkpoints):
     """The header alone, in this process: it allocates nothing that the file does not have."""
     from specexport.exporter.checkpoints.gguf.header import read_header
     from tests.gguf_files import make_gguf
@@ -160,7 +160,7 @@ def test_gguf_headers(fuzz: Fuzz, checkpoints: Path) -> None:
 
 
 @pytest.mark.exporter
-def test_gguf(fuzz: Fuzz, box: Sandbox, checkpoints: Path) -> None:
+def test_gguf(fuzz, box, checkpoints):
     from tests.gguf_files import make_gguf
 
     path = make_gguf(checkpoints / "tiny.gguf", checkpoints / "model")
@@ -175,8 +175,6 @@ def test_gguf(fuzz: Fuzz, box: Sandbox, checkpoints: Path) -> None:
         ("speculator", ("speculator/config.json", "speculator/model.safetensors")),
     ],
 )
-def test_heads_and_speculators(
-    fuzz: Fuzz, box: Sandbox, checkpoints: Path, target: str, files: tuple[str, ...]
-) -> None:
+def test_heads_and_speculators(fuzz, box, checkpoints, target, files):
     paths = [checkpoints / file for file in files]
     _try(fuzz, box, target, {f"{path.parent}|{path.name}": path for path in paths}, either, 200)

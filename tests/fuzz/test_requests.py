@@ -8,8 +8,7 @@ import httpx
 import pytest
 from hypothesis import strategies as st
 
-from tests.fuzz.conftest import Fuzz
-from tests.fuzz.mutations import Edit, edits, harmed_bytes, harmed_json
+from tests.fuzz.mutations import edits, harmed_bytes, harmed_json
 from tests.serving import Served, served, with_chat_template
 
 _MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "one"}]}]
@@ -71,7 +70,7 @@ def _seeded(path: str, number: int) -> Any:
     [harmed_json, lambda seed, done: harmed_bytes(httpx.Request("POST", "http://a", json=seed).content, done)],
     ids=["json", "bytes"],
 )
-def test_requests(fuzz: Fuzz, running: Served, harm: Callable[[Any, list[Edit]], bytes]) -> None:
+def test_requests(fuzz, running, harm):
     with httpx.Client(base_url=running.url, timeout=60) as http:
         fuzz(
             "requests",
@@ -83,7 +82,7 @@ def test_requests(fuzz: Fuzz, running: Served, harm: Callable[[Any, list[Edit]],
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
-def test_variables_of_a_chat_template(fuzz: Fuzz, running: Served) -> None:
+def test_variables_of_a_chat_template(fuzz, running):
     names = st.sampled_from(
         [
             "self",

@@ -10,7 +10,6 @@ import httpx
 import pytest
 from hypothesis import strategies as st
 
-from tests.fuzz.conftest import Fuzz
 from tests.serving import HERMES, Served, served, with_chat_template
 
 EOS = 1
@@ -164,9 +163,7 @@ def servers(
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-def test_speculation_changes_nothing_but_time(
-    fuzz: Fuzz, servers: dict[str, tuple[Served, list[Body]]], name: str
-) -> None:
+def test_speculation_changes_nothing_but_time(fuzz, servers, name):
     server, ways = servers[name]
     with httpx.Client(base_url=server.url, timeout=120) as http:
 
