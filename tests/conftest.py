@@ -1,7 +1,9 @@
 """Bundles for the tests, made once a session, or taken ready-made where torch is not installed."""
 
+import asyncio
 import gc
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -19,6 +21,7 @@ from filelock import FileLock
 from specexport.runtime import Engine
 from specexport.runtime.backends.onnxruntime.kernels import kernels
 from specexport.runtime.speculation.policy import SpeculationPolicy
+from tests.threads import JOIN
 
 # Models this small are several times slower on more threads. torch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -223,6 +226,16 @@ def dry_run_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
     ready = os.environ.get("SPECEXPORT_DRY_RUN_BUNDLES")
     root = Path(ready) if ready else _shared(tmp_path_factory) / "dry-run"
     return lambda name: make(name, root)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine, which must not hang."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), JOIN))
+    return True
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

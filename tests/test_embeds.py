@@ -1,6 +1,5 @@
 """Prompts that hold embeddings: what transformers says of them, whatever speculates, and nothing shared by mistake."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -195,13 +194,11 @@ def test_run(bundle, engine, tmp_path, capsys):
         assert reason in capsys.readouterr().err
 
 
-def test_async_engine(bundle, engine):
-    async def said() -> list[int]:
-        async with AsyncEngine.open(bundle=bundle(NAME), threads=1, calibrate=False) as serving:
-            return [token async for chunk in serving.generate(text, GREEDY) for token in chunk.token_ids]
-
+async def test_async_engine(bundle, engine):
     text = EmbedsPrompt([[5], rows(3)])
-    assert tuple(asyncio.run(said())) == engine(NAME).generate(text, GREEDY).token_ids
+    async with AsyncEngine.open(bundle=bundle(NAME), threads=1, calibrate=False) as serving:
+        tokens = [token async for chunk in serving.generate(text, GREEDY) for token in chunk.token_ids]
+    assert tuple(tokens) == engine(NAME).generate(text, GREEDY).token_ids
 
 
 @pytest.mark.exporter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -87,27 +86,24 @@ def test_routing_keys_are_prompt_prefixes():
     assert (key(prompt=7), key(), prompt_key(b"[]"), prompt_key(b"\xff")) == (None, None, None, None)
 
 
-def test_stalled_replicas_are_unhealthy(bundle, monkeypatch):
+async def test_stalled_replicas_are_unhealthy(bundle, monkeypatch):
     from specexport.server.ray import EngineReplica, Settings
 
-    async def live() -> None:
-        model = EngineReplica(Settings(bundle=str(bundle("llama-near")), calibrate=False))
-        engine = model.engine.frontend.engine
+    model = EngineReplica(Settings(bundle=str(bundle("llama-near")), calibrate=False))
+    engine = model.engine.frontend.engine
+    await model.check_health()
+
+    def refuse(views: object) -> None:
+        raise BackendError("the device is lost")
+
+    monkeypatch.setattr(engine._scheduler._program, "step", refuse)
+    for _ in range(3):
+        with pytest.raises(BackendError, match="the device is lost"):
+            async for _chunk in model.engine.generate("a"):
+                pass
+    with pytest.raises(BackendError, match="the last 3 turns failed"):
         await model.check_health()
-
-        def refuse(views: object) -> None:
-            raise BackendError("the device is lost")
-
-        monkeypatch.setattr(engine._scheduler._program, "step", refuse)
-        for _ in range(3):
-            with pytest.raises(BackendError, match="the device is lost"):
-                async for _chunk in model.engine.generate("a"):
-                    pass
-        with pytest.raises(BackendError, match="the last 3 turns failed"):
-            await model.check_health()
-        await model.__del__()
-
-    asyncio.run(live())
+    await model.__del__()
 
 
 async def _chosen(names: list[str], key: str | None) -> list[list[str]]:
@@ -119,18 +115,18 @@ async def _chosen(names: list[str], key: str | None) -> list[list[str]]:
     return [[replica.replica_id.unique_id for replica in rank] for rank in ranks]
 
 
-def test_prompts_with_a_common_prefix_go_to_one_replica():
+async def test_prompts_with_a_common_prefix_go_to_one_replica():
     names = [f"replica{number}" for number in range(8)]
-    first = {key: asyncio.run(_chosen(names, key))[0][0] for key in map(str, range(400))}
+    first = {key: (await _chosen(names, key))[0][0] for key in map(str, range(400))}
     counts = [list(first.values()).count(name) for name in names]
     assert min(counts) > 20, "spread over all of them"
     for key, name in first.items():
-        ranks = asyncio.run(_chosen(names[::-1], key))
+        ranks = await _chosen(names[::-1], key)
         assert ranks[0] == [name]
         assert sorted(ranks[0] + ranks[1]) == names
         if name != "replica3":  # which goes, and moves no prompt but its own
-            assert asyncio.run(_chosen([name_ for name_ in names if name_ != "replica3"], key))[0] == [name]
-    assert asyncio.run(_chosen(names, None)) == [names]
+            assert (await _chosen([name_ for name_ in names if name_ != "replica3"], key))[0] == [name]
+    assert (await _chosen(names, None)) == [names]
 
 
 # --- a cluster --------------------------------------------------------------------------------------------------------
