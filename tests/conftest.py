@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
 from filelock import FileLock
 
+from specexport.cli import main
 from specexport.runtime import Engine
 from specexport.runtime.backends.onnxruntime.kernels import kernels
 from specexport.runtime.speculation.policy import SpeculationPolicy
@@ -175,6 +176,34 @@ def engine(bundle: Callable[[str], Path]) -> Callable[[str], Engine]:
         return loaded[name]
 
     return get
+
+
+class Printed(NamedTuple):
+    """What a command printed."""
+
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def words(self) -> str:
+        """Standard output, wherever its lines end."""
+        return " ".join(self.out.split())
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Printed]:
+    """Runs a command, which is to end with a status, and gives what it printed."""
+
+    def run(*words: object, status: int = 0) -> Printed:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == status
+        return Printed(*capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.exporter.build import build
 from specexport.exporter.checkpoints.config import load_causal_lm, read_model_config, require_stored
@@ -211,7 +210,7 @@ def test_an_adapter_on_the_hub_is_fetched_with_its_model(base, tmp_path):
     }
 
 
-def test_targets_and_drafts_are_built_with_their_adapters(tmp_path, capsys):
+def test_targets_and_drafts_are_built_with_their_adapters(tmp_path, cli):
     """The target's texts are those of peft's model, and a draft that is the same model is always right.
 
     The model is large enough for its matrices to stay in their files until they are written.
@@ -232,5 +231,4 @@ def test_targets_and_drafts_are_built_with_their_adapters(tmp_path, capsys):
         ["suggest", "--target", str(folder), "--draft", str(folder)],
         ["plan", "--target", str(folder), "--draft", str(folder), "--device", "orin-nano-8gb"],
     ):
-        assert main(words) == 0
-        assert "parameters" in capsys.readouterr().out
+        assert "parameters" in cli(*words).out

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import COMMANDS
-from specexport.cli import main
 from specexport.commands.bench import Result, built_in_tasks, compare, read_tasks
 from specexport.contract.errors import RequestError
 from specexport.contract.reading import read_manifest
@@ -45,13 +44,12 @@ def test_tasks_are_read(engine, tmp_path):
         read_tasks(encode, [tmp_path / "none.jsonl"], 4, 64)
 
 
-def test_bench(bundle, capsys, monkeypatch):
+def test_bench(bundle, cli, monkeypatch):
     # The default is compared where costs are measured, as they are outside these tests.
     monkeypatch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", True)
     folder = str(bundle(NAME))
     words = ["bench", folder, "--methods", "all", "--prompts", "1", "--prompt-tokens", "64", "-n", "24"]
-    assert main([*words, "--json"]) == 0
-    rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    rows = {row["method"]: row for row in cli(*words, "--json").json["rows"]}
     assert list(rows) == ["default", "draft_model", "ngram", "suffix", "hypothesis"]
     for name, row in rows.items():
         assert row["lossless"]
@@ -64,8 +62,7 @@ def test_bench(bundle, capsys, monkeypatch):
     assert sum(rows["draft_model"]["steps_by_method"].values()) < 3 * 24
     assert rows["default"]["steps_by_method"].keys() <= {"plain", "draft_model", "ngram"}
     assert (rows["ngram"]["training"], rows["draft_model"]["training"]) == (None, "a smaller model")
-    assert main([*words[:3], "ngram,suffix", *words[4:]]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = cli(*words[:3], "ngram,suffix", *words[4:]).words
     assert "completion" in shown
     assert "yes: 72 tokens" in shown
     for more, status, reason in (
@@ -75,11 +72,10 @@ def test_bench(bundle, capsys, monkeypatch):
         (["--prompts", "0"], 2, "--prompts is 0; expected a whole number >= 1"),
         (["-n", "500"], 1, "do not fit this bundle's context of 512"),
     ):
-        assert main([*words, *more]) == status
-        assert reason in capsys.readouterr().err
+        assert reason in cli(*words, *more, status=status).err
 
 
-def test_lossy_methods_are_detected(engine, monkeypatch, bundle, capsys):
+def test_lossy_methods_are_detected(engine, monkeypatch, bundle, cli):
     real = step_module.accept_greedy
 
     def too_kind(logits: Any, tree: Any, tokens: Any) -> tuple[list[int], int]:
@@ -90,13 +86,12 @@ def test_lossy_methods_are_detected(engine, monkeypatch, bundle, capsys):
     tasks = built_in_tasks(engine(NAME).encode, 1, 40)
     (row,) = compare(engine(NAME), ["draft_model"], tasks, 12, lambda *_: None)
     assert not row.lossless
-    assert main(["bench", str(bundle(NAME)), "--methods", "draft_model", "--prompts", "1", "-n", "12"]) == 1
-    output = capsys.readouterr()
+    output = cli("bench", bundle(NAME), "--methods", "draft_model", "--prompts", "1", "-n", "12", status=1)
     assert "3 of 3 differ" in output.out
     assert "texts differ from plain decoding's" in output.err
 
 
-def test_figures_that_contradict_each_other_are_named(bundle, monkeypatch, capsys):
+def test_figures_that_contradict_each_other_are_named(bundle, monkeypatch, cli):
     words = ["bench", str(bundle(NAME)), "--methods", "suffix", "--prompts", "1", "--prompt-tokens", "32", "-n", "8"]
     real = Result.add
 
@@ -106,8 +101,7 @@ def test_figures_that_contradict_each_other_are_named(bundle, monkeypatch, capsy
         self.seconds, self.plain_seconds = 1.0, 2.66 * self.tokens_per_step
 
     monkeypatch.setattr(Result, "add", beside_another)
-    assert main([*words, "--json"]) == 0
-    output = capsys.readouterr()
+    output = cli(*words, "--json")
     idle = "tokens a step: another process ran beside plain decoding; measure again on an idle machine"
     assert output.err.count(idle) == 3
     results = json.loads(output.out)["rows"][0]["workloads"]
@@ -118,8 +112,7 @@ def test_figures_that_contradict_each_other_are_named(bundle, monkeypatch, capsy
         self.seconds, self.plain_seconds = 1.0, 1.05 * self.tokens_per_step
 
     monkeypatch.setattr(Result, "add", alone)
-    assert main([*words, "--json"]) == 0
-    assert "another process" not in capsys.readouterr().err
+    assert "another process" not in cli(*words, "--json").err
 
 
 def test_memory_is_that_of_weights_and_cache(bundle):
@@ -137,38 +130,34 @@ def test_memory_is_that_of_weights_and_cache(bundle):
 
 
 @pytest.mark.exporter
-def test_suggest(tmp_path, capsys):
+def test_suggest(tmp_path, cli):
     from tests.checkpoints import make_checkpoint
 
     # Sixteen layers against one are about ten times the parameters beside the embeddings.
     target = str(make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=16))
     draft = str(make_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1))
     near = str(make_checkpoint(tmp_path / "near", "llama", num_hidden_layers=12))
-    assert main(["suggest", "--target", target, "--draft", near, "--draft", draft]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = cli("suggest", "--target", target, "--draft", near, "--draft", draft).words
     assert "times smaller, the same tokenizer" in shown
     assert f"not {near}: 1." in shown
     assert f"specexport build --target {target} --draft {draft} --num-speculative-tokens 4 -o bundle/" in shown
     assert "suffix chains of 8,4,2 free; gains" in shown.replace("│", "").replace("  ", " ")
-    assert main(["suggest", "--target", target, "--device", "gpu"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = cli("suggest", "--target", target, "--device", "gpu").words
     assert "look for a model of the same family" in shown
     assert "W,N,G = 15,5,15: 120 nodes a step" in shown
     assert "tree mc_sim_7b_63" in shown
     assert "eagle3" in shown and "one layer over the target's own states" in shown
-    assert main(["suggest", "--target", str(tmp_path)]) == 1
-    assert "neither config.json" in capsys.readouterr().err
+    assert "neither config.json" in cli("suggest", "--target", tmp_path, status=1).err
 
 
 @pytest.mark.exporter
-def test_a_mixture_is_compared_by_the_parameters_that_a_token_uses(tmp_path, capsys):
+def test_a_mixture_is_compared_by_the_parameters_that_a_token_uses(tmp_path, cli):
     from tests.checkpoints import GROUPED, make_checkpoint
 
     config = {**GROUPED, "num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 1}
     target = make_checkpoint(tmp_path / "target", "mixtral", **config)
     draft = make_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1)
-    assert main(["suggest", "--target", str(target), "--draft", str(draft)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = cli("suggest", "--target", target, "--draft", draft).words
     assert "a token uses" in shown and "speculation gains less" in shown
     assert f"not {draft}: 2." in shown  # by all parameters it is more than 10 times smaller
 

@@ -2,7 +2,6 @@
 
 import doctest
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specexport.cli import main
 from specexport.contract.manifest import Manifest
 from specexport.contract.methods import method_name
 from specexport.contract.methods.base import for_bundle
@@ -541,15 +539,13 @@ def test_batches_that_steps_were_too_slow_to_measure_speculate_too(bundle, remem
             assert stream.stats.drafted > 0
 
 
-def test_tune_batch_measures_again(bundle, remembered, capsys):
+def test_tune_batch_measures_again(bundle, remembered, cli):
     words = ["tune", "batch", str(bundle("dice-near-batch")), "--threads", "1", "--seconds", "1"]
-    assert main(words) == 0
-    assert "draft_model: ms to propose" in capsys.readouterr().out
+    assert "draft_model: ms to propose" in cli(*words).out
     (file,) = remembered.iterdir()
     before = file.read_bytes()
-    assert main([*words, "--json"]) == 0
+    assert {cost["batch"] for cost in cli(*words, "--json").json["steps"]} == set(SIZES)
     assert file.read_bytes() != before
-    assert {cost["batch"] for cost in json.loads(capsys.readouterr().out)["steps"]} == set(SIZES)
 
 
 def test_steps_draft_as_many_tokens_as_pay(bundle, tmp_path):

@@ -301,30 +301,28 @@ def test_a_model_that_knows_no_messages_is_named(bundle, monkeypatch, capsys):
 
 @pytest.mark.exporter
 @pytest.mark.parametrize("command", [["chat"], ["run", "--chat", "--prompt", "one"]])
-def test_a_model_that_knows_no_messages_is_not_built(tmp_path, command, monkeypatch, capsys):
+def test_a_model_that_knows_no_messages_is_not_built(tmp_path, command, monkeypatch, cli):
     from tests.checkpoints import make_checkpoint
 
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
     model = str(make_checkpoint(tmp_path / "model", "llama"))
-    assert main([*command, model]) == 1
-    assert capsys.readouterr().err.endswith(
+    printed = cli(*command, model, status=1)
+    assert printed.err.endswith(
         f"specexport: error: {model}: the model has no chat template, so it cannot read messages; continue texts with: "
         f"specexport run {model}\n"
     )
     assert not any((tmp_path / "cache" / "bundles").iterdir())
 
 
-def test_run_answers_a_message(folder, monkeypatch, capsys):
+def test_run_answers_a_message(folder, monkeypatch, cli):
     expected = answers(folder, ["one two three"], 16)[0]
     monkeypatch.setattr("sys.stdin", io.StringIO("one two three\n"))
     for words in (["--prompt", "one two three"], []):
-        assert main(["run", str(folder), "--chat", *words, "-n", "16", *GREEDY]) == 0
-        assert capsys.readouterr().out == f"{expected}\n"
-    assert main(["run", str(folder), "--chat", "--prompt", "one", "--json", "--ignore-eos", *GREEDY]) == 0
-    result = json.loads(capsys.readouterr().out)
+        assert cli("run", folder, "--chat", *words, "-n", "16", *GREEDY).out == f"{expected}\n"
+    result = cli("run", folder, "--chat", "--prompt", "one", "--json", "--ignore-eos", *GREEDY).json
     assert result["stats"]["prompt_tokens"] + len(result["token_ids"]) == 512  # to the end of the context
-    assert main(["run", str(folder), "--chat", "--prompt", "one", "--prompt-embeds", "x.npy"]) == 2
-    assert "--prompt-embeds was given with --chat" in capsys.readouterr().err
+    printed = cli("run", folder, "--chat", "--prompt", "one", "--prompt-embeds", "x.npy", status=2)
+    assert "--prompt-embeds was given with --chat" in printed.err
 
 
 # --- what outgrows the context ----------------------------------------------------------------------------------------

@@ -29,29 +29,23 @@ def folder(bundle: Bundles) -> str:
     return str(bundle("llama-near"))
 
 
-def test_run_prints_the_same_text_streamed_and_as_json(folder, capsys):
+def test_run_prints_the_same_text_streamed_and_as_json(folder, cli):
     words = ["run", folder, "--prompt", PROMPT, "-n", "12", "--temperature", "0", "--no-calibrate"]
-    assert main(words) == 0
-    streamed = capsys.readouterr().out
-    assert main([*words, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    streamed = cli(*words).out
+    result = cli(*words, "--json").json
     assert result["text"] + "\n" == streamed
     assert result["prompt"] == PROMPT
     assert len(result["token_ids"]) == result["stats"]["output_tokens"]
     assert result["params"]["temperature"] == 0
 
 
-def test_run_without_speculation_says_the_same(folder, capsys):
-    words = ["run", folder, "--prompt", PROMPT, "-n", "12", "--temperature", "0", "--json"]
-    results = {}
-    for speculation in ((), ("--no-calibrate",), ("--no-speculation",)):
-        main([*words, *speculation])
-        results[speculation] = json.loads(capsys.readouterr().out)
-    free, fast, plain = results.values()
+def test_run_without_speculation_says_the_same(folder, cli):
+    words = ["run", folder, "--prompt", PROMPT, "-n", "12", "--temperature", "0"]
+    flags = ((), ("--no-calibrate",), ("--no-speculation",))
+    free, fast, plain = (cli(*words, "--json", *speculation).json for speculation in flags)
     assert free["token_ids"] == fast["token_ids"] == plain["token_ids"]
     assert fast["stats"]["drafted"] > 0 == plain["stats"]["drafted"]
-    main([*words[:-1], "--stats"])
-    captured = capsys.readouterr()
+    captured = cli(*words, "--stats")
     assert "chosen      steps by method and draft tokens, with the cost of verifying here: " in captured.err
     assert " of 0 (" not in captured.err
     assert "acceptance length" in captured.err and "acceptance length" not in captured.out
@@ -76,53 +70,47 @@ def test_run_without_speculation_says_the_same(folder, capsys):
         ),
     ],
 )
-def test_methods_over_text_say_the_same_and_are_shown(name, ways, lines, bundle, capsys):
-    words, texts = ["run", str(bundle(name)), "-p", "one two one two one", "-n", "16", "--temperature", "0"], []
-    for way in ("--no-speculation", *ways):
-        assert main([*words, "--json", "--no-calibrate", *way.split()]) == 0
-        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
-    assert texts == texts[:1] * len(texts)
-    assert main(["inspect", str(bundle(name))]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+def test_methods_over_text_say_the_same_and_are_shown(name, ways, lines, bundle, cli):
+    words = ["run", bundle(name), "-p", "one two one two one", "-n", "16", "--temperature", "0", "--json"]
+    plain, *texts = (cli(*words, "--no-calibrate", *way.split()).json for way in ("--no-speculation", *ways))
+    assert all(text["token_ids"] == plain["token_ids"] for text in texts)
+    shown = cli("inspect", bundle(name)).words
     assert all(line in shown for line in lines)
 
 
-def test_trees_of_methods_over_text(bundle, tmp_path, capsys):
-    assert main(["inspect", str(bundle("qwen3-lookup")), "--tree", "--method", "suffix"]) == 0
-    assert "9 nodes with the root, depth 8, 1 path\n" in capsys.readouterr().out
+def test_trees_of_methods_over_text(bundle, tmp_path, cli):
+    printed = cli("inspect", bundle("qwen3-lookup"), "--tree", "--method", "suffix")
+    assert "9 nodes with the root, depth 8, 1 path\n" in printed.out
     manifest = read_manifest(bundle("qwen3-lookup"))
     write_manifest(tmp_path, msgspec.structs.replace(manifest, methods=()))
     plain = str(tmp_path)  # look-ups verify chains in every bundle
-    assert main(["inspect", plain, "--tree", "--method", "ngram"]) == 0
-    assert " nodes with the root, depth " in capsys.readouterr().out
-    assert main(["draw", plain, "-o", str(tmp_path / "tree.svg")]) == 1
-    assert "built without a method; name one of hypothesis, ngram, suffix as --method" in capsys.readouterr().err
+    assert " nodes with the root, depth " in cli("inspect", plain, "--tree", "--method", "ngram").out
+    printed = cli("draw", plain, "-o", tmp_path / "tree.svg", status=1)
+    assert "built without a method; name one of hypothesis, ngram, suffix as --method" in printed.err
     assert not (tmp_path / "tree.svg").exists()
     assert main(["draw", "mc_sim_7b_63", "-o", "tree.pdf"]) == 1
     assert "--output is tree.pdf, but SVG is written; name it tree.svg" in capsys.readouterr().err
     for name, method in (("dice-ngram", "ngram"), ("qwen3-lookahead", "lookahead")):
-        assert main(["tune", "tree", str(bundle(name)), "--dry-run", "--data", str(tmp_path / "any")]) == 1
-        assert f"--method is '{method}', whose steps follow from its options" in capsys.readouterr().err
+        printed = cli("tune", "tree", bundle(name), "--dry-run", "--data", tmp_path / "any", status=1)
+        assert f"--method is '{method}', whose steps follow from its options" in printed.err
 
 
-def test_run_reads_standard_input(folder, capsys, monkeypatch):
+def test_run_reads_standard_input(folder, cli, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    assert main(["run", folder, "-n", "4", "--temperature", "0", "--json", "--no-calibrate"]) == 0
-    assert json.loads(capsys.readouterr().out)["prompt"] == PROMPT
+    assert cli("run", folder, "-n", "4", "--temperature", "0", "--json", "--no-calibrate").json["prompt"] == PROMPT
 
 
-def test_underscores_and_dashes_are_the_same_flag(folder, capsys):
-    assert main(["run", folder, "--prompt=a_b", "--max_tokens=3", "--top_p", "0.5", "--json", "--no-calibrate"]) == 0
-    result = json.loads(capsys.readouterr().out)
+def test_underscores_and_dashes_are_the_same_flag(folder, cli):
+    result = cli("run", folder, "--prompt=a_b", "--max_tokens=3", "--top_p", "0.5", "--json", "--no-calibrate").json
     assert result["prompt"] == "a_b"
     assert (result["params"]["max_tokens"], result["params"]["top_p"]) == (3, 0.5)
 
 
 @pytest.mark.parametrize(("words", "said"), [([], True), (["--max-tokens", "128"], False)])
-def test_a_terminal_shows_that_the_text_was_cut(folder, words, said, capsys, monkeypatch):
+def test_a_terminal_shows_that_the_text_was_cut(folder, words, said, cli, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert main(["run", folder, "--prompt", "def", "--ignore-eos", "--no-calibrate", *words]) == 0
-    assert ("(ended after 128 tokens, set by --max-tokens)" in capsys.readouterr().err) == said
+    printed = cli("run", folder, "--prompt", "def", "--ignore-eos", "--no-calibrate", *words)
+    assert ("(ended after 128 tokens, set by --max-tokens)" in printed.err) == said
 
 
 @pytest.mark.parametrize(
@@ -138,9 +126,8 @@ def test_a_terminal_shows_that_the_text_was_cut(folder, words, said, capsys, mon
         (["--chat"], "the model has no chat template, so it cannot read messages"),
     ],
 )
-def test_a_bad_request_is_explained_in_one_line(folder, words, named, capsys):
-    assert main(["run", folder, "--prompt", PROMPT, *words]) == (1 if words == ["--chat"] else 2)
-    captured = capsys.readouterr()
+def test_a_bad_request_is_explained_in_one_line(folder, words, named, cli):
+    captured = cli("run", folder, "--prompt", PROMPT, *words, status=1 if words == ["--chat"] else 2)
     assert named in captured.err
     assert captured.err.startswith("specexport: error: ")
     assert captured.err.count("\n") == 1
@@ -162,30 +149,25 @@ def test_a_missing_extra_names_what_failed():
         raise ImportError("hidden") from AttributeError("module 'a' has no attribute 'b'")
 
 
-def test_inspect_of_a_tree_names_the_flag(tmp_path, capsys):
+def test_inspect_of_a_tree_names_the_flag(tmp_path, cli):
     tree, other = tmp_path / "tree.json", tmp_path / "other"
     tree.write_text("[[0]]")
     other.touch()
     for name in ("mc_sim_7b_63", str(tree)):
-        assert main(["inspect", name]) == 1
-        assert f"{name}: a token tree, which --tree draws; give --tree" in capsys.readouterr().err
-    assert main(["inspect", str(other)]) == 1
-    assert f"{other}: is no folder; expected a bundle" in capsys.readouterr().err
+        assert f"{name}: a token tree, which --tree draws; give --tree" in cli("inspect", name, status=1).err
+    assert f"{other}: is no folder; expected a bundle" in cli("inspect", other, status=1).err
 
 
-def test_inspect_shows_the_manifest(folder, capsys):
-    assert main(["inspect", folder]) == 0
-    shown = capsys.readouterr().out
+def test_inspect_shows_the_manifest(folder, cli):
+    shown = cli("inspect", folder).out
     assert "draft_model: 4 draft tokens a step in a chain" in shown
     assert "target/weights.bin" in shown
-    assert main(["inspect", folder, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads((Path(folder) / "specexport.json").read_text())
+    assert cli("inspect", folder, "--json").json == json.loads((Path(folder) / "specexport.json").read_text())
 
 
-def test_a_folder_that_is_no_bundle_is_explained(tmp_path, capsys):
+def test_a_folder_that_is_no_bundle_is_explained(tmp_path, cli):
     for command in (["inspect"], ["run", "--prompt", "x"]):
-        assert main([command[0], str(tmp_path), *command[1:]]) == 1
-        assert "specexport.json" in capsys.readouterr().err
+        assert "specexport.json" in cli(command[0], tmp_path, *command[1:], status=1).err
 
 
 @pytest.mark.exporter
@@ -207,33 +189,31 @@ def test_a_folder_that_is_no_bundle_is_explained(tmp_path, capsys):
         (["--draft", "x", "--num-speculative-tokens", "99"], 2, "num_speculative_tokens: expected a whole"),
     ],
 )
-def test_a_bad_build_is_explained_and_leaves_nothing(words, status, named, tmp_path, capsys):
-    assert main(["build", "--target", "nowhere", *words, "-o", str(tmp_path / "out")]) == status
-    assert named in capsys.readouterr().err
+def test_a_bad_build_is_explained_and_leaves_nothing(words, status, named, tmp_path, cli):
+    assert named in cli("build", "--target", "nowhere", *words, "-o", tmp_path / "out", status=status).err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.exporter
 @pytest.mark.parametrize("method", ["draft_model:elsewhere", "eagle3"])
-def test_a_method_that_a_model_is_built_without_is_refused_before_the_build(method, tmp_path, capsys, monkeypatch):
+def test_a_method_that_a_model_is_built_without_is_refused_before_the_build(method, tmp_path, cli, monkeypatch):
     from tests.checkpoints import make_checkpoint  # imports torch
 
     monkeypatch.setattr("specexport.building._build", lambda *_, **__: pytest.fail("built"))
     target = make_checkpoint(tmp_path / "target", "llama")
-    assert main(["run", str(target), "-p", "one", "--method", method]) == 2
-    shown = capsys.readouterr().err
+    shown = cli("run", target, "-p", "one", "--method", method, status=2).err
     assert f"--method is {method!r}, but {target} would be built without it" in shown
     assert f"--speculative-config {method}" in shown
 
 
 @pytest.mark.exporter
-def test_blocks_are_refused_where_the_checkpoint_has_none(tmp_path, capsys):
+def test_blocks_are_refused_where_the_checkpoint_has_none(tmp_path, cli):
     """Without --precision the checkpoint says how matrices are stored: this one is not quantized."""
     from tests.checkpoints import make_checkpoint  # imports torch
 
     target = make_checkpoint(tmp_path / "target", "llama")
-    assert main(["build", "--target", str(target), "--block-size", "64", "-o", str(tmp_path / "out")]) == 2
-    assert "--block-size was given, and only int8 and int4 have blocks" in capsys.readouterr().err
+    printed = cli("build", "--target", target, "--block-size", "64", "-o", tmp_path / "out", status=2)
+    assert "--block-size was given, and only int8 and int4 have blocks" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -270,9 +250,8 @@ def test_an_unknown_flag_names_its_command(words, command, capsys):
     assert errors == f"{name}: error: unrecognized arguments: {words[-1]}; see {name} --help\n"
 
 
-def test_no_command_at_all_shows_the_help(capsys):
-    assert main([]) == 2
-    assert "Show the content of a bundle." in capsys.readouterr().err
+def test_no_command_at_all_shows_the_help(cli):
+    assert "Show the content of a bundle." in cli(status=2).err
 
 
 def test_closed_streams_are_empty(folder):

@@ -1,6 +1,5 @@
 """Prompts that hold embeddings: what transformers says of them, whatever speculates, and nothing shared by mistake."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 
 from specexport import LLM, AsyncEngine
-from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
 from specexport.runtime import EmbedsPrompt, Engine, SamplingParams
 from specexport.runtime.prompt import EncodedPrompt
@@ -178,20 +176,17 @@ def test_llm(bundle, engine):
             llm.generate({"prompt_embeds": inputs[0]}, GREEDY, use_tqdm=False)
 
 
-def test_run(bundle, engine, tmp_path, capsys):
+def test_run(bundle, engine, tmp_path, cli):
     inputs, folder, file = rows(5), str(bundle(NAME)), tmp_path / "sound.npy"
     np.save(file, inputs)
     words = ["run", folder, "--prompt-embeds", str(file), "-n", "24", "--temperature", "0", "--json"]
     words.append("--no-calibrate")
     for more, parts in (([], [inputs]), (["-p", " one two"], [inputs, " one two"])):
-        assert main([*words, *more]) == 0
-        assert tuple(json.loads(capsys.readouterr().out)["token_ids"]) == (
-            engine(NAME).generate(EmbedsPrompt(parts), GREEDY).token_ids
-        )
+        expected = engine(NAME).generate(EmbedsPrompt(parts), GREEDY).token_ids
+        assert tuple(cli(*words, *more).json["token_ids"]) == expected
     np.save(file, np.array([object()]), allow_pickle=True)
     for at, reason in ((file, "sound.npy: cannot be read as an array"), (tmp_path / "none.npy", "none.npy: cannot be")):
-        assert main(["run", folder, "--prompt-embeds", str(at)]) == 1
-        assert reason in capsys.readouterr().err
+        assert reason in cli("run", folder, "--prompt-embeds", at, status=1).err
 
 
 async def test_async_engine(bundle, engine):
@@ -202,7 +197,7 @@ async def test_async_engine(bundle, engine):
 
 
 @pytest.mark.exporter
-def test_building(bundle, capsys):
+def test_building(bundle, cli):
     from specexport.exporter.engines.bundle import compile_bundle
     from specexport.exporter.options import BuildOptions, CompileOptions
     from specexport.verify.bundle import verify
@@ -213,8 +208,7 @@ def test_building(bundle, capsys):
     checks = {check.name: check for check in report.checks}
     assert checks["embeds"].passed
     assert checks["embeds"].numbers["positions"] > 3
-    assert main(["inspect", str(folder)]) == 0
-    assert "tokens and embeddings of 64 numbers" in capsys.readouterr().out
+    assert "tokens and embeddings of 64 numbers" in cli("inspect", folder).out
     with pytest.raises(BuildError, match="inputs_embeds was given with backend tensorrt"):
         BuildOptions("model", Path("out"), inputs_embeds=True, backend="tensorrt")
     with pytest.raises(BuildError, match="was built with --inputs-embeds, but engines only read tokens"):

@@ -1,6 +1,5 @@
 """Engines: real builds with TensorRT-RTX, which needs no GPU to compile, and what is compiled against onnxruntime."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 
-from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.engines import Accept, Commit, CompiledEngine, Fill
 from specexport.contract.errors import BuildError
@@ -380,18 +378,17 @@ def test_a_library_that_is_not_installed_is_named(uncompiled):
         compile_bundle(uncompiled("fp16-portable-plain"), CompileOptions("tensorrt"))
 
 
-def test_flags_without_a_backend_for_them_are_refused(capsys, tmp_path):
+def test_flags_without_a_backend_for_them_are_refused(cli, tmp_path):
     build_line = ["build", "--target", "x", "-o", str(tmp_path / "b")]
-    assert main([*build_line, "--compute", "fp16"]) == 2
-    assert "--compute was given without --backend onnxruntime-cuda or tensorrt" in capsys.readouterr().err
-    assert main([*build_line, "--backend", "tensorrt", "--no-compile", "--compute", "fp16"]) == 2
-    assert "--compute was given with --no-compile" in capsys.readouterr().err
+    printed = cli(*build_line, "--compute", "fp16", status=2)
+    assert "--compute was given without --backend onnxruntime-cuda or tensorrt" in printed.err
+    printed = cli(*build_line, "--backend", "tensorrt", "--no-compile", "--compute", "fp16", status=2)
+    assert "--compute was given with --no-compile" in printed.err
 
 
-def test_the_command_reports_its_result(uncompiled, tmp_path, capsys):
+def test_the_command_reports_its_result(uncompiled, tmp_path, cli):
     folder = shutil.copytree(uncompiled("fp16-portable-plain"), tmp_path / "bundle")
-    assert main(["compile", str(folder), "--backend", "tensorrt-rtx", "--compute-capability", "8.9", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = cli("compile", folder, "--backend", "tensorrt-rtx", "--compute-capability", "8.9", "--json").json
     assert report["compute_capabilities"] == ["8.9"]
     assert [engine["size"] for engine in report["engines"]] == [
         (folder / engine.file).stat().st_size for engine in read_manifest(folder).engines

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,15 @@ def mounted(folder: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def output_of(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
-    """The one line of an explained failure of the command line."""
-    capsys.readouterr()
-    assert main(words) == 1
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("specexport: error: ")]
-    assert len(lines) == 1
-    return lines[0]
+@pytest.fixture
+def failure(cli: Callable[..., Any]) -> Callable[..., str]:
+    """Gives the one line of an explained failure of the command line."""
+
+    def run(*words: object) -> str:
+        (line,) = [line for line in cli(*words, status=1).err.splitlines() if line.startswith("specexport: error: ")]
+        return line
+
+    return run
 
 
 # --- what the system refuses ------------------------------------------------------------------------------------------
@@ -94,33 +96,33 @@ def test_the_home_folder_of_an_unknown_user_is_named():
         expanded("~nobody-here/x")
 
 
-def test_a_build_that_the_disk_has_no_room_for_leaves_nothing(checkpoint, tmp_path, capsys):
-    assert main(built(checkpoint, tmp_path / "whole")) == 0
+def test_a_build_that_the_disk_has_no_room_for_leaves_nothing(checkpoint, tmp_path, cli, failure):
+    cli(*built(checkpoint, tmp_path / "whole"))
     sizes = {file.stat().st_size: file.name for file in (tmp_path / "whole").rglob("*") if file.is_file()}
     shutil.rmtree(tmp_path / "whole")
     for size in sorted(sizes)[2:]:  # so that each kind of file is the first that is too large
         with file_sizes_at_most(size - 1):
-            line = output_of(capsys, built(checkpoint, tmp_path / "new" / "bundle"))
+            line = failure(*built(checkpoint, tmp_path / "new" / "bundle"))
         assert "File too large; raise the limit on the size of files (ulimit -f)" in line
         assert str(tmp_path / "new") in line
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_and_a_read_only_file_system_are_named(checkpoint, tmp_path, capsys):
+def test_a_full_and_a_read_only_file_system_are_named(checkpoint, tmp_path, failure):
     disk = tmp_path / "disk"
     with mounted(disk, "size=64k"):
-        line = output_of(capsys, built(checkpoint, disk / "bundle"))
+        line = failure(*built(checkpoint, disk / "bundle"))
         assert "No space left on device; free space there, or write elsewhere" in line and str(disk) in line
         assert list(disk.iterdir()) == []
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        line = output_of(capsys, built(checkpoint, disk / "new" / "bundle"))
+        line = failure(*built(checkpoint, disk / "new" / "bundle"))
         assert "Read-only file system; choose a folder that can be written" in line and str(disk) in line
 
 
 @pytest.mark.parametrize("place", ["file/bundle", "file/new/bundle"])
-def test_a_place_below_a_file_is_named(checkpoint, tmp_path, capsys, place):
+def test_a_place_below_a_file_is_named(checkpoint, tmp_path, failure, place):
     (tmp_path / "file").touch()
-    line = output_of(capsys, built(checkpoint, tmp_path / place))
+    line = failure(*built(checkpoint, tmp_path / place))
     assert str(tmp_path / "file") in line and line.endswith("choose a place whose parents are folders")
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
@@ -154,18 +156,18 @@ def test_a_system_without_a_temporary_folder_is_told_how_to_name_one(monkeypatch
     assert line == "No usable temporary directory found in ['/proc/none']; set TMPDIR to a folder that can be written"
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path, capsys):
+def test_a_file_is_whole_or_as_it_was(tmp_path, cli, failure):
     picture, link = tmp_path / "tree.svg", tmp_path / "link.svg"
     words = ["draw", "mc_sim_7b_63", "-o", str(picture)]
     with file_sizes_at_most(1000):
-        assert f"{picture}: File too large; raise the limit" in output_of(capsys, words)
+        assert f"{picture}: File too large; raise the limit" in failure(*words)
         assert list(tmp_path.iterdir()) == []
         picture.write_text("old")
         picture.chmod(0o600)
-        assert f"{picture}: File too large; raise the limit" in output_of(capsys, words)
+        assert f"{picture}: File too large; raise the limit" in failure(*words)
         assert picture.read_text() == "old"
     link.symlink_to(picture)
-    assert main([*words[:-1], str(link)]) == 0
+    cli(*words[:-1], link)
     assert picture.read_text().startswith("<svg") and picture.stat().st_mode & 0o777 == 0o600
     assert sorted(tmp_path.iterdir()) == [link, picture] and link.is_symlink()
 
@@ -180,9 +182,9 @@ def test_a_link_keeps_pointing_to_the_bundle_that_is_replaced(checkpoint, tmp_pa
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_a_copy_that_the_disk_has_no_room_for_is_named_by_its_first_file(bundle, tmp_path, capsys):
+def test_a_copy_that_the_disk_has_no_room_for_is_named_by_its_first_file(bundle, tmp_path, failure):
     with file_sizes_at_most(1000):
-        line = output_of(capsys, ["export", "triton", str(bundle("dice-near")), "-o", str(tmp_path / "triton")])
+        line = failure("export", "triton", bundle("dice-near"), "-o", tmp_path / "triton")
     assert line.count("File too large") == 1 and line.endswith("(ulimit -f), or write elsewhere")
     assert list(tmp_path.iterdir()) == []
 

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.contract.model import StoredAs
 from specexport.contract.reading import read_manifest
@@ -395,19 +394,18 @@ def test_mismatches_are_refused_by_name(small, tmp_path, metadata, message):
     assert str(file) in str(raised.value)
 
 
-def test_a_draft_is_named_by_its_file(small, tmp_path, capsys):
+def test_a_draft_is_named_by_its_file(small, tmp_path, cli):
     """Not by the folder of links that it is read from."""
     target = with_swapped_tokens(make_checkpoint(tmp_path / "target", "llama"))
     draft = make_gguf(tmp_path / "tiny.gguf", small, Type.F32)
-    assert main(["build", "--target", str(target), "--draft", str(draft), "-o", str(tmp_path / "out")]) == 1
-    assert f"the method universal_draft:{draft}" in capsys.readouterr().err
+    printed = cli("build", "--target", target, "--draft", draft, "-o", tmp_path / "out", status=1)
+    assert f"the method universal_draft:{draft}" in printed.err
 
 
-def test_a_draft_and_other_precisions(small, tmp_path, capsys):
+def test_a_draft_and_other_precisions(small, tmp_path, cli):
     file = make_gguf(tmp_path / "tiny.gguf", small, Type.Q8_0)
     words = ["build", "--target", str(file), "--max-seq-len", "128", "--max-batch-size", "1", "-o"]
-    assert main([*words, str(tmp_path / "int4"), "--precision", "int4"]) == 0
-    errors = capsys.readouterr().err
+    errors = cli(*words, tmp_path / "int4", "--precision", "int4").err
     assert "matrices were rounded again, to int4, as their scales do not fit: error" in errors
-    assert main([*words, str(tmp_path / "stored"), "--precision", "stored", "--lowering", "portable"]) == 2
-    assert "precision is 'stored' with lowering portable" in capsys.readouterr().err
+    printed = cli(*words, tmp_path / "stored", "--precision", "stored", "--lowering", "portable", status=2)
+    assert "precision is 'stored' with lowering portable" in printed.err

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specexport import LLM
-from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import method_name, read_methods
@@ -105,7 +104,7 @@ def test_several_requests_at_once(bundle, method):
         ("mtp", (1,), 9, {"mtp.fc.weight": torch.ones(H, 2 * H)}),
     ],
 )
-def test_build_inspect_and_verify(tmp_path, target, capsys, method, states, rows, changes):
+def test_build_inspect_and_verify(tmp_path, target, cli, method, states, rows, changes):
     """In int8, from the command line; another draft is found out."""
     draft, out = tmp_path / "draft", tmp_path / "bundle"
     if method == "mtp":
@@ -115,7 +114,7 @@ def test_build_inspect_and_verify(tmp_path, target, capsys, method, states, rows
         make = {"eagle3": make_eagle3, "dflash": partial(make_dflash, published="speculators")}[method]
         words = [f"--{method}", str(make(draft, target, draft_vocab=KEPT))]
     words += ["--target", str(target), "-o", str(out), "--precision", "int8", "--block-size", "16"]
-    assert main(["build", *words, "--max-seq-len", "128", "--max-batch-size", "2"]) == 0
+    cli("build", *words, "--max-seq-len", "128", "--max-batch-size", "2")
     manifest = read_manifest(out)
     (recorded,) = manifest.methods
     assert method_name(recorded) == method
@@ -123,9 +122,8 @@ def test_build_inspect_and_verify(tmp_path, target, capsys, method, states, rows
     assert {tensors.LAYER_STATES.at(count) for count in states} <= {*manifest.target_signature.outputs}
     weights = [model.precision.weights for model in manifest.models.values()]
     assert weights == ["int8", "fp32" if method == "mtp" else "int8"]
-    assert main(["inspect", str(out)]) == 0
     seen = ", ".join(map(str, states))
-    assert f"{method}, states after {seen} of the target's layers" in capsys.readouterr().out
+    assert f"{method}, states after {seen} of the target's layers" in cli("inspect", out).out
     report = verify(out, prompts=("the words", "one by one"), max_tokens=6)
     assert report.passed
     assert any("its graph proposes the original's own token" in check.sentence for check in report.checks)

@@ -1,6 +1,5 @@
 """A text given up front: it is followed, found again after a rejection, and never changes what is said."""
 
-import json
 import math
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specexport.cli import main
 from specexport.contract.errors import RequestError
 from specexport.contract.tree import TokenTree
 from specexport.methods.hypothesis import GUESS, TRUST, Hypothesis, HypothesisProposer, Tracker
@@ -236,21 +234,18 @@ def test_certain_hypotheses_skip_the_model(engine):
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 
-def test_run(bundle, tmp_path, capsys):
+def test_run(bundle, tmp_path, cli):
     words = ["run", str(bundle(NAME)), "-p", "one two", "-n", "24", "--temperature", "0", "--ignore-eos", "--json"]
     words.append("--no-calibrate")
-    assert main([*words, "--no-speculation"]) == 0
-    plain = json.loads(capsys.readouterr().out)
+    plain = cli(*words, "--no-speculation").json
     file = tmp_path / "expected.txt"
     file.write_text(plain["text"], encoding="utf-8")
     # A fixed size, as measured costs may say on a busy machine that drafting does not pay.
-    assert main([*words, "--hypothesis", str(file), "--num-speculative-tokens", "16"]) == 0
-    done = json.loads(capsys.readouterr().out)
+    done = cli(*words, "--hypothesis", file, "--num-speculative-tokens", "16").json
     assert done["token_ids"] == plain["token_ids"]
     assert done["stats"]["steps"] < plain["stats"]["steps"]
     relaxed = ["--acceptance", "relaxed", "--entropy-threshold", "0.7", "--hypothesis-entropy", "0.1"]
-    assert main([*words, "--hypothesis", str(file), *relaxed]) == 0
-    assert json.loads(capsys.readouterr().out)["stats"]["steps"] == 0
+    assert cli(*words, "--hypothesis", file, *relaxed).json["stats"]["steps"] == 0
     for more, reason in (
         (
             ["--hypothesis", str(tmp_path / "none.txt")],
@@ -260,5 +255,4 @@ def test_run(bundle, tmp_path, capsys):
         (["--entropy-threshold", "0.7"], "--entropy-threshold was given without --acceptance relaxed"),
         (["--method", "hypothesis"], "no hypothesis was given"),
     ):
-        assert main([*words, *more]) == (1 if "none.txt" in reason else 2)
-        assert reason in capsys.readouterr().err
+        assert reason in cli(*words, *more, status=1 if "none.txt" in reason else 2).err

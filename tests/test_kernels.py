@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import onnxruntime
 import pytest
 
-from specexport.cli import main
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.onnxruntime import kernels
 from specexport.runtime.backends.onnxruntime.kernels import PackedWeights
@@ -48,19 +47,16 @@ def test_an_old_onnxruntime_does_without(monkeypatch):
 
 
 @needs_library
-def test_commands_say_which_kernels_compute(bundle, capsys, monkeypatch):
+def test_commands_say_which_kernels_compute(bundle, cli, monkeypatch):
     folder = str(bundle("llama-near"))
     words = ["run", folder, "--prompt", "one", "-n", "2", "--stats", "--no-calibrate"]
     off = f"{ALONE}SPECEXPORT_KERNELS is 0"
     for switch, text in (("1", r"specexport's for [a-z0-9-]+"), ("0", off)):
         monkeypatch.setenv("SPECEXPORT_KERNELS", switch)
-        assert main(["inspect", folder]) == 0
-        assert re.search(rf"^kernels here +{text}$", capsys.readouterr().out, re.MULTILINE)
-        assert main(words) == 0
-        assert re.search(rf"^kernels     {text}$", capsys.readouterr().err, re.MULTILINE)
+        assert re.search(rf"^kernels here +{text}$", cli("inspect", folder).out, re.MULTILINE)
+        assert re.search(rf"^kernels     {text}$", cli(*words).err, re.MULTILINE)
     monkeypatch.setenv("SPECEXPORT_KERNELS", "no")
-    assert main(words) == 1
-    assert "SPECEXPORT_KERNELS is 'no'; expected 0" in capsys.readouterr().err
+    assert "SPECEXPORT_KERNELS is 'no'; expected 0" in cli(*words, status=1).err
 
 
 def test_the_server_says_at_its_start_which_kernels_compute(bundle):

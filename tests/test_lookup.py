@@ -1,6 +1,5 @@
 """N-gram lookup and the suffix automaton: what they find, against a slow search, and that nothing stays behind."""
 
-import json
 import shutil
 import tracemalloc
 from collections import Counter
@@ -15,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.reading import read_manifest, write_manifest
 from specexport.contract.tree import TokenTree
@@ -372,13 +370,13 @@ def test_a_method_is_built_once():
 
 
 @pytest.mark.exporter
-def test_build_on_the_command_line(tmp_path, capsys):
+def test_build_on_the_command_line(tmp_path, cli):
     from tests.checkpoints import make_checkpoint
 
     target = str(make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1))
     out = tmp_path / "bundle"
     words = ["build", "--target", target, "-o", str(out), "--max-seq-len", "128"]
-    assert main([*words, "--suffix", "--method", "ngram:prompt_lookup_max=3", "--num-speculative-tokens", "6,3"]) == 0
+    cli(*words, "--suffix", "--method", "ngram:prompt_lookup_max=3", "--num-speculative-tokens", "6,3")
     suffix, ngram = read_manifest(out).methods  # the first that was asked for is the default
     assert isinstance(ngram, Ngram)
     assert isinstance(suffix, Suffix)
@@ -442,22 +440,20 @@ def test_nothing_is_looked_up_where_nothing_was_measured(folder):
             engine.stream(REPEATED, LONG, {"num_speculative_tokens": 2})
 
 
-def test_it_is_measured_when_it_is_first_opened(folder, tmp_path, monkeypatch, capsys):
+def test_it_is_measured_when_it_is_first_opened(folder, tmp_path, monkeypatch, cli):
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path))
     monkeypatch.setitem(Engine.load.__func__.__kwdefaults__, "calibrate", True)
     with Engine.load(folder, threads=1) as engine:
         assert engine.costs is not None
         assert engine.costs.curve.steps
         assert engine.costs.curve.methods == ()  # look-ups take next to nothing
-    assert main(["bench", str(folder), "--prompts", "1", "--prompt-tokens", "32", "-n", "8", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = cli("bench", folder, "--prompts", "1", "--prompt-tokens", "32", "-n", "8", "--json").json["rows"]
     assert {row["method"] for row in rows} == {"default", "hypothesis", "ngram", "suffix"}
     assert all(row["lossless"] for row in rows)
 
 
-def test_inspect_says_so(folder, capsys):
-    assert main(["inspect", str(folder)]) == 0
-    shown = capsys.readouterr().out
+def test_inspect_says_so(folder, cli):
+    shown = cli("inspect", folder).out
     assert ("text is looked up where that pays" in shown) == (not read_manifest(folder).methods)
 
 

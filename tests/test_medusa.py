@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError, SpecExportError, TrainError
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
@@ -335,7 +334,7 @@ def test_requests_default_to_the_bundles_thresholds(both):
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def test_build_run_and_inspect(tmp_path, checkpoints, capsys):
+def test_build_run_and_inspect(tmp_path, checkpoints, cli):
     tree, out = tmp_path / "tree.json", tmp_path / "bundle"
     tree.write_text("[[0], [1], [0, 0], [0, 0, 0]]")
     words = [
@@ -348,18 +347,14 @@ def test_build_run_and_inspect(tmp_path, checkpoints, capsys):
         "--max-seq-len",
         "128",
     ]
-    assert main(["build", *words, "--tree", str(tree), "--num-speculative-tokens", "2,6"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = cli("build", *words, "--tree", tree, "--num-speculative-tokens", "2,6").words
     assert "medusa, 3 heads" in shown
     assert "4 draft tokens a step in a tree of depth 3, verified 5 at a time" in shown
     assert "requests may choose 2, 6" in shown
-    assert main(["inspect", str(out), "--tree", "--method", "medusa"]) == 0
-    assert "5 nodes with the root, depth 3, 2 paths" in capsys.readouterr().out
+    assert "5 nodes with the root, depth 3, 2 paths" in cli("inspect", out, "--tree", "--method", "medusa").out
     run = ["run", str(out), "--prompt", "the words", "-n", "20", "--json", "--ignore-eos", "--no-calibrate"]
-    texts = []
-    for more in (["--no-speculation"], ["--method", "medusa"], ["--num-speculative-tokens", "6"]):
-        assert main([*run, *more]) == 0
-        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    ways = (["--no-speculation"], ["--method", "medusa"], ["--num-speculative-tokens", "6"])
+    texts = [cli(*run, *way).json["token_ids"] for way in ways]
     assert texts[0] == texts[1] == texts[2]
     for wrong, reason in (
         ("run --prompt x --method draft_model", "method is 'draft_model'; the bundle has medusa"),
@@ -367,8 +362,7 @@ def test_build_run_and_inspect(tmp_path, checkpoints, capsys):
         ("inspect --method medusa", "--method was given without --tree"),
     ):
         command, *flags = wrong.split()
-        assert main([command, str(out), *flags]) == 2
-        assert reason in capsys.readouterr().err
+        assert reason in cli(command, out, *flags, status=2).err
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -490,18 +484,16 @@ def test_a_model_trained_with_its_heads_is_read_as_model_and_as_heads(options, t
 
 
 @pytest.mark.slow
-def test_the_command_prints_accuracies_or_the_record(target, tmp_path, capsys):
+def test_the_command_prints_accuracies_or_the_record(target, tmp_path, cli):
     data = str(write_words(tmp_path))
     words = ["train", "medusa", "--target", str(target), "--data", data, "--steps", "2", "--seq-len", "32"]
-    assert main([*words, "--tie-lm-head", "-o", str(tmp_path / "a"), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = cli(*words, "--tie-lm-head", "-o", tmp_path / "a", "--json").json
     assert record["options"]["tie_lm_head"] is True
     assert len(record["head_accuracy"]) == 4
     assert [entry["step"] for entry in record["heads"]["history"]] == [2]
-    assert main([*words, "-o", str(tmp_path / "a")]) == 2
-    assert "exists already; choose another folder or pass --overwrite" in capsys.readouterr().err
-    assert main([*words, "-o", str(tmp_path / "a"), "--overwrite"]) == 0
-    assert "4 heads" in " ".join(capsys.readouterr().out.split())
+    printed = cli(*words, "-o", tmp_path / "a", status=2)
+    assert "exists already; choose another folder or pass --overwrite" in printed.err
+    assert "4 heads" in cli(*words, "-o", tmp_path / "a", "--overwrite").words
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.methods import read_methods
@@ -382,21 +380,20 @@ def test_a_bundle_gets_another_tree(tmp_path, bundle):
     assert verify(out, prompts=("the words",), max_tokens=4).passed
 
 
-def test_build_inspect_and_refusals(tmp_path, target, speculators, bundle, capsys):
+def test_build_inspect_and_refusals(tmp_path, target, speculators, bundle, cli):
     out = tmp_path / "bundle"
     words = ["build", "--target", str(target), "--mlp-speculator", str(speculators(False, False)), "-o", str(out)]
     sizes = ["--max-seq-len", "128", "--max-batch-size", "1", "--tree", str(tmp_path / "flat.json")]
     (tmp_path / "flat.json").write_text("[[0], [1], [0, 0], [0, 1], [1, 0]]")
-    assert main([*words, *sizes, "--precision", "int8", "--lowering", "portable"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = cli(*words, *sizes, "--precision", "int8", "--lowering", "portable").words
     # Of three stages, those that the tree has levels for.
     assert "mlp_speculator, 2 stages: 5 draft tokens a step in a tree of depth 2" in shown
     report = verify(out, prompts=("the words of a text", "other words"), max_tokens=4)
     (check,) = (check for check in report.checks if check.name == "mlp_speculator")
     assert check.passed, check
     assert check.numbers["positions"] >= 12
-    assert main([*words[:-1], str(tmp_path / "no"), "--tree", "mc_sim_7b_63"]) == 1
-    assert re.search("cannot be filled: depth 4, with 3 stages", " ".join(capsys.readouterr().err.split()))
+    printed = cli(*words[:-1], tmp_path / "no", "--tree", "mc_sim_7b_63", status=1)
+    assert "cannot be filled: depth 4, with 3 stages" in printed.err
     assert not (tmp_path / "no").exists()
     with pytest.raises(RequestError, match=r"mlp_speculator.model was given, but .* was built without it"):
         verify(bundle("qwen3-medusa"), sources={"mlp_speculator.model": str(speculators(False, False))})
@@ -436,11 +433,8 @@ def test_stages_learn_the_next_token(tmp_path, options):
 
 
 @pytest.mark.slow
-def test_the_command_prints_the_record(target, tmp_path, capsys):
+def test_the_command_prints_the_record(target, tmp_path, cli):
     words = ["train", "mlp-speculator", "--target", str(target), "--data", str(write_words(tmp_path))]
-    assert (
-        main([*words, "--seq-len", "32", "--steps", "3", "--n-predict", "2", "-o", str(tmp_path / "o"), "--json"]) == 0
-    )
-    record = json.loads(capsys.readouterr().out)
+    record = cli(*words, "--seq-len", "32", "--steps", "3", "--n-predict", "2", "-o", tmp_path / "o", "--json").json
     assert [entry["step"] for entry in record["data"]["history"]] == [3]
     assert len(record["stage_accuracy"]) == 2

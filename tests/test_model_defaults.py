@@ -1,6 +1,5 @@
 """What a model says of its texts, over HTTP and on the command line: a request's own values come before it."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import httpx
 import openai
 import pytest
 
-from specexport.cli import main
 from specexport.llm import LLM
 from specexport.runtime import SamplingParams
 from tests.fixtures import Bundles
@@ -79,19 +77,16 @@ def test_lengths_over_http(tiny, client):
     assert answer["usage"]["output_tokens"] == 9
 
 
-def test_the_command_line_and_llm_take_the_models_values(folder, says, capsys):
+def test_the_command_line_and_llm_take_the_models_values(folder, says, cli):
     model = ["run", str(folder), "--prompt", PROMPT, "--no-calibrate", "--json"]
-    assert main(model) == 0
-    output = json.loads(capsys.readouterr().out)
+    output = cli(*model).json
     assert output["text"] == says(repetition_penalty=1.3, max_tokens=9, min_tokens=3)
     assert output["params"]["rules"]["no_repeat_ngram_size"] == 3
-    assert main([*model, "-n", "1"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 1
+    assert len(cli(*model, "-n", "1").json["token_ids"]) == 1
     with LLM(bundle=folder, threads=1, calibrate=False) as llm:
         assert llm.get_default_sampling_params().repetition_penalty == 1.3
         assert llm.generate(PROMPT, use_tqdm=False)[0].outputs[0].text == output["text"]
-    assert main(["inspect", str(folder)]) == 0
-    shown = capsys.readouterr().out
+    shown = cli("inspect", folder).out
     assert "repetition_penalty 1.3" in shown and "no_repeat_ngram_size 3" in shown
 
 
@@ -119,13 +114,12 @@ def test_a_special_token_stops_over_http(client, stream, skip):
         assert (text, reason) == ("", "stop")
 
 
-def test_a_special_token_stops_a_run(bundle, tmp_path, capsys):
+def test_a_special_token_stops_a_run(bundle, tmp_path, cli):
     folder = with_chat_template(bundle("llama-near"), tmp_path / "bundle")
     biased = {"sequence_bias": [[[PAD], 100.0]]}
     rewritten(folder, lambda document: document["generation"].update(rules=biased))
     for stop in (PAD_TEXT, "x"):
-        assert main(["run", str(folder), "-p", PROMPT, "-n", "8", "--no-calibrate", "--json", "--stop", stop]) == 0
-        output = json.loads(capsys.readouterr().out)
+        output = cli("run", folder, "-p", PROMPT, "-n", "8", "--no-calibrate", "--json", "--stop", stop).json
         assert (output["text"], output["token_ids"]) == ("", [PAD] * (1 if stop == PAD_TEXT else 8))
 
 

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specexport.cli import main
 from specexport.contract import tensors
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import read_methods
@@ -167,10 +166,9 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, checkpoint_of, fa
     assert source in str(caught.value)
 
 
-def test_it_is_suggested_for_targets_that_have_one(checkpoint_of, capsys):
+def test_it_is_suggested_for_targets_that_have_one(checkpoint_of, cli):
     target = checkpoint_of("glm4_moe")
-    assert main(["suggest", "--target", str(target)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = cli("suggest", "--target", target).words
     assert f"specexport build --target {target} --mtp -o bundle/" in shown
     assert "in its own checkpoint" in shown
 

@@ -16,7 +16,6 @@ import onnx_ir as ir
 import pytest
 
 from benchmarks.gpu.timing import LaunchTimer, on_device
-from specexport.cli import main
 from specexport.commands.run import describe
 from specexport.contract import tensors
 from specexport.contract.errors import BackendError, BuildError, RequestError
@@ -288,14 +287,14 @@ def test_machines_without_a_gpu_get_an_error(bundle):
 # --- building for it --------------------------------------------------------------------------------------------------
 
 
-def test_building_for_it(shared_accept_graphs, gpu, tmp_path, capsys):
+def test_building_for_it(shared_accept_graphs, gpu, tmp_path, cli):
     """The command's bundle holds a graph a model for it, and is opened on a GPU unless told otherwise."""
     target, folder = make_checkpoint(tmp_path / "target", "llama"), tmp_path / "bundle"
     line = ["build", "--target", str(target), "--ngram", "--max-seq-len", "128", "--max-batch-size", "1"]
     line += ["--backend", "onnxruntime-cuda", "-o", str(folder)]
-    assert main([*line, "--plain-profile"]) == 2
-    assert "run on any device, any number of requests and one token at a time" in capsys.readouterr().err
-    assert main(line) == 0
+    printed = cli(*line, "--plain-profile", status=2)
+    assert "run on any device, any number of requests and one token at a time" in printed.err
+    cli(*line)
     manifest = read_manifest(folder)
     (engine,) = manifest.target.engines
     assert (manifest.backend, engine.file, engine.compute) == ("onnxruntime-cuda", "target/step.cuda.fp32.onnx", "fp32")
@@ -303,7 +302,7 @@ def test_building_for_it(shared_accept_graphs, gpu, tmp_path, capsys):
     with Engine.load(folder) as on_gpu, Engine.load(folder, backend="onnxruntime", threads=1) as cpu:
         assert on_gpu.backend.device.startswith("onnxruntime-cuda")
         same(on_gpu.generate([7, 9, 11] * 4, SAMPLED), cpu.generate([7, 9, 11] * 4, SAMPLED))
-    assert main(["compile", str(folder), "--backend", "onnxruntime-cuda", "--compute", "fp16"]) == 0
+    cli("compile", folder, "--backend", "onnxruntime-cuda", "--compute", "fp16")
     (engine,) = read_manifest(folder).target.engines
     assert (engine.file, engine.compute) == ("target/step.cuda.fp16.onnx", "fp16")
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, read_method
 from specexport.contract.reading import read_manifest
@@ -151,19 +150,16 @@ def test_the_cache_of_latent_attention_has_keys_and_values_of_their_own_sizes(tm
     assert estimate.cache_row == 2 * 4 * (24 + 16) * 2
 
 
-def test_models_that_do_not_fit_are_reported(tied, capsys):
+def test_models_that_do_not_fit_are_reported(tied, cli):
     small = DeviceLimits(memory=10**6, bandwidth=10**9, capability="8.7", reserved=10**6 - 10)
     assert not planned(tied, device=small).fits
     line = ["plan", "--target", str(tied), "--device", "orin-nano-8gb", "--max-seq-len", str(CONTEXT)]
-    assert main([*line, "--draft", str(tied), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = cli(*line, "--draft", tied, "--json").json
     assert shown["fits"] and shown["needed"] == sum(
         model["weights"] + model["cache"] + model["scratch"] for model in shown["models"]
     )
-    assert main(line) == 0
-    assert "not measured" in capsys.readouterr().out
-    assert main(["plan", "--target", str(tied), "--device", "abacus"]) == 2
-    assert "expected one of orin-nano-4gb" in capsys.readouterr().err
+    assert "not measured" in cli(*line).out
+    assert "expected one of orin-nano-4gb" in cli("plan", "--target", tied, "--device", "abacus", status=2).err
 
 
 @pytest.mark.parametrize(
@@ -214,35 +210,31 @@ def test_plan_of_a_bundle_needs_no_torch(bundle):
     assert len(document["speeds"]) == 8  # plain, and up to the 7 draft tokens that it was built for
 
 
-def test_options_fixed_by_a_bundle_are_refused(bundle, capsys):
+def test_options_fixed_by_a_bundle_are_refused(bundle, cli):
     words = ["plan", "--target", str(bundle("llama-near")), "--device", "orin-nano-8gb"]
     for more in (["--precision", "int8"], ["--max-seq-len", "64"], ["--method", "mtp"]):
-        assert main([*words, *more]) == 2
-        assert f"{more[0]} was given with a bundle, which is built already" in capsys.readouterr().err
+        assert f"{more[0]} was given with a bundle, which is built already" in cli(*words, *more, status=2).err
 
 
-def test_plan_of_a_bundle_names_its_drafts(bundle, capsys):
+def test_plan_of_a_bundle_names_its_drafts(bundle, cli):
     text = {"llama-near": "draft_model gains nothing", "qwen3-medusa": "medusa: part of the target's graph"}
     for name, line in text.items():
-        assert main(["plan", str(bundle(name)), "--device", "orin-nano-8gb"]) == 0
-        shown = capsys.readouterr().out
+        shown = cli("plan", bundle(name), "--device", "orin-nano-8gb").out
         assert line in shown and "fp32" in shown and "as built" in shown
-    assert main(["plan", str(bundle("qwen3-medusa")), "--device", "orin-nano-8gb", "--acceptance", "0.5"]) == 2
-    assert "--acceptance was given without a draft" in capsys.readouterr().err
+    printed = cli("plan", bundle("qwen3-medusa"), "--device", "orin-nano-8gb", "--acceptance", "0.5", status=2)
+    assert "--acceptance was given without a draft" in printed.err
 
 
-def test_a_bundle_is_no_model_to_draft_with(tied, bundle, capsys):
+def test_a_bundle_is_no_model_to_draft_with(tied, bundle, cli):
     folder = str(bundle("llama-near"))
     for words in (["suggest", str(tied), "--draft", folder], ["build", "--target", folder, "-o", "never"]):
-        assert main(words) == 1
-        assert f"{folder}: a bundle, which is built already" in capsys.readouterr().err
+        assert f"{folder}: a bundle, which is built already" in cli(*words, status=1).err
 
 
-def test_suggest_takes_a_bundle(bundle, monkeypatch, capsys):
+def test_suggest_takes_a_bundle(bundle, monkeypatch, cli):
     folder = bundle("llama-near")
     for words in (["--target", str(folder)], [str(folder)]):
-        assert main(["suggest", *words]) == 0
-        shown = capsys.readouterr().out
+        shown = cli("suggest", *words).out
         manifest = read_manifest(folder)
         draft = manifest.models["draft"]
         assert f"{manifest.target.parameters:,} parameters" in shown
@@ -252,8 +244,7 @@ def test_suggest_takes_a_bundle(bundle, monkeypatch, capsys):
         assert shown.rstrip().endswith("other methods need another build of the target")
         assert "1.0 times smaller, the same tokenizer" in rows["draft_model"]
     monkeypatch.setattr("specexport.exporter.suggest._USABLE", (0.5, 50))
-    assert main(["suggest", str(folder), "--draft", draft.source]) == 0
-    shown = capsys.readouterr().out
+    shown = cli("suggest", folder, "--draft", draft.source).out
     assert "other methods need another build of the target, for instance:\n" in shown
     assert shown.rstrip().endswith(f"--draft {draft.source} --num-speculative-tokens 4 -o bundle/")
 
@@ -261,7 +252,7 @@ def test_suggest_takes_a_bundle(bundle, monkeypatch, capsys):
 # --- without weights --------------------------------------------------------------------------------------------------
 
 
-def test_a_configuration_is_all_that_suggest_and_plan_need(tmp_path, tied, capsys):
+def test_a_configuration_is_all_that_suggest_and_plan_need(tmp_path, tied, cli):
     """Weights may be cut off, or not there at all."""
     large = make_checkpoint(tmp_path / "large", "qwen3", num_hidden_layers=16)
     weights = large / "model.safetensors"
@@ -271,10 +262,8 @@ def test_a_configuration_is_all_that_suggest_and_plan_need(tmp_path, tied, capsy
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(large / name, bare / name)
     for folder in (large, bare):
-        assert main(["suggest", str(folder), "--draft", str(tied)]) == 0
-        assert f"--draft {tied} --num-speculative-tokens 4" in capsys.readouterr().out
-        assert main(["plan", str(folder), "--draft", str(tied), "--device", "orin-nano-8gb"]) == 0
-        shown = capsys.readouterr().out
+        assert f"--draft {tied} --num-speculative-tokens 4" in cli("suggest", folder, "--draft", tied).out
+        shown = cli("plan", folder, "--draft", tied, "--device", "orin-nano-8gb").out
         assert f"{meta_model(large).num_parameters():,}" in shown
         assert "with draft_model" in shown
 
@@ -289,10 +278,9 @@ def test_bundles_need_no_torch(bundle):
         assert subprocess.run([sys.executable, "-c", program, *words], check=False).returncode == 0
 
 
-def test_of_the_hub_no_weights_are_fetched(tmp_path, tied, capsys):
+def test_of_the_hub_no_weights_are_fetched(tmp_path, tied, cli):
     shutil.copytree(tied, tmp_path / "hub" / "owner" / "model")
     with hub(tmp_path / "hub", tmp_path / "cache") as fetched:
-        assert main(["suggest", "owner/model", "--draft", "owner/model"]) == 0
-        assert main(["plan", "owner/model", "--device", "orin-nano-8gb"]) == 0
+        assert "times smaller than the target" in cli("suggest", "owner/model", "--draft", "owner/model").out
+        cli("plan", "owner/model", "--device", "orin-nano-8gb")
     assert "owner/model/config.json" in fetched and not any("safetensors" in file for file in fetched)
-    assert "times smaller than the target" in capsys.readouterr().out

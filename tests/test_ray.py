@@ -19,7 +19,6 @@ from typing import Any
 import httpx
 import pytest
 
-from specexport.cli import main
 from specexport.contract.errors import BackendError
 from specexport.contract.options import options
 from specexport.exporter.options import BuildSettings
@@ -43,9 +42,8 @@ wait = partial(wait_until, every=0.2)  # requests that ask how things are shall 
         (["--replicas", "3", "--max-replicas", "2"], "max_replicas is 2; expected at least replicas, 3"),
     ],
 )
-def test_wrong_flags_are_named(bundle, words, message, capsys):
-    assert main(["serve", str(bundle("llama-near")), "--ray", *words]) == 1
-    assert message in capsys.readouterr().err
+def test_wrong_flags_are_named(bundle, words, message, cli):
+    assert message in cli("serve", bundle("llama-near"), "--ray", *words, status=1).err
 
 
 def test_no_flag_is_ignored():

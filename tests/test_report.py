@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specexport.cli import main
 from specexport.commands import report
 from specexport.contract.reading import read_manifest
 from specexport.tables import Styled, Table
@@ -77,14 +76,13 @@ def hostile(bundle: Bundles, tmp_path: Path) -> Bundles:
     return lambda name: copytree(bundle(name), tmp_path / HOSTILE.replace("/", "."))
 
 
-def test_bench(hostile, tmp_path, capsys):
+def test_bench(hostile, tmp_path, cli):
     folder, page = hostile("qwen3-lookup"), tmp_path / "bench.html"
     data = tmp_path / "data.jsonl"
     words = "one two three one two three one two"
     data.write_text(json.dumps({"workload": HOSTILE, "text": words, "hypothesis": " three one two"}))
     request = ["bench", str(folder), "--methods", "draft_model,ngram,hypothesis", "--data", str(data), "-n", "12"]
-    assert main([*request, "--json", "--plot", str(page)]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = cli(*request, "--json", "--plot", page).json["rows"]
     page_parts = Page(page)
     page_parts.asks_for_nothing()
     table, *_ = page_parts.tables
@@ -101,17 +99,15 @@ def test_bench(hostile, tmp_path, capsys):
     assert [sum(text.startswith("node ") for text in texts) for texts in page_parts.pictures[2:]] == list(
         map(len, trees)
     )
-    assert main([*request, "--plot", str(page)]) == 0  # the table on the terminal bears such names too
-    assert "onerror" in capsys.readouterr().out
+    assert "onerror" in cli(*request, "--plot", page).out
 
 
-def test_tune_tree(hostile, tmp_path, capsys):
+def test_tune_tree(hostile, tmp_path, cli):
     folder, page = hostile("qwen3-medusa"), tmp_path / "tune.html"
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"the {word} of all words and more"}) + "\n" for word in "abcdef"))
     words = ["tune", "tree", str(folder), "--data", str(data), "--max-nodes", "6", "-n", "24"]
-    assert main([*words, "--threads", "1", "--dry-run", "--json", "--plot", str(page)]) == 0
-    output = json.loads(capsys.readouterr().out)
+    output = cli(*words, "--threads", "1", "--dry-run", "--json", "--plot", page).json
     page_parts = Page(page)
     page_parts.asks_for_nothing()
     by_size = sorted(output["trees"], key=lambda first: len(first["choices"]))
@@ -128,11 +124,10 @@ def test_tune_tree(hostile, tmp_path, capsys):
     assert sum(text.startswith("node ") for text in tree) == 1 + len(best["choices"])
 
 
-def test_tune_batch(bundle, tmp_path, capsys):
+def test_tune_batch(bundle, tmp_path, cli):
     page = tmp_path / "batch.html"
     words = ["tune", "batch", str(bundle("qwen3-lookup")), "--threads", "1", "--seconds", "0.2"]
-    assert main([*words, "--json", "--plot", str(page)]) == 0
-    curve = json.loads(capsys.readouterr().out)
+    curve = cli(*words, "--json", "--plot", page).json
     page_parts = Page(page)
     page_parts.asks_for_nothing()
     charts = [curve["steps"], *(cost["propose"] for cost in curve["methods"])]
@@ -145,11 +140,10 @@ def test_tune_batch(bundle, tmp_path, capsys):
 
 
 @pytest.mark.exporter
-def test_verify(hostile, tmp_path, capsys):
+def test_verify(hostile, tmp_path, cli):
     folder, page = hostile("qwen3-medusa"), tmp_path / "verify.html"
     words = ["verify", str(folder), "-n", "8", "--json", "--report", str(page)]
-    assert main(words) == 0
-    output = json.loads(capsys.readouterr().out)
+    output = cli(*words).json
     page_parts = Page(page)
     page_parts.asks_for_nothing()
     assert page_parts.tables[0][1:] == [
@@ -162,24 +156,22 @@ def test_verify(hostile, tmp_path, capsys):
     assert len(page_parts.pictures) == 2
     # A bundle with nothing to read has a report too, which says so.
     (folder / "specexport.json").write_text(f'{{"{HOSTILE[:12]}": 1}}')
-    assert main(words) == 1
-    output = json.loads(capsys.readouterr().out)
+    output = cli(*words, status=1).json
     page_parts = Page(page)
     page_parts.asks_for_nothing()
     assert page_parts.tables[0][1] == ["files", "failed", output["checks"][0]["sentence"]]
     assert page_parts.pictures == []
 
 
-def test_a_report_that_cannot_be_written_costs_no_time(bundle, tmp_path, monkeypatch, capsys):
+def test_a_report_that_cannot_be_written_costs_no_time(bundle, tmp_path, monkeypatch, cli):
     refused, access = tmp_path / "refused.html", os.access
     monkeypatch.setattr(
         "specexport.commands.report.os.access", lambda path, mode: path != tmp_path and access(path, mode)
     )
-    assert main(["bench", str(bundle("qwen3-lookup")), "--plot", str(refused)]) == 2
-    assert f"--plot is {refused}, which cannot be written; expected" in capsys.readouterr().err
+    printed = cli("bench", bundle("qwen3-lookup"), "--plot", refused, status=2)
+    assert f"--plot is {refused}, which cannot be written; expected" in printed.err
     for path in (tmp_path, tmp_path / "none" / "report.html"):
-        assert main(["bench", str(bundle("qwen3-lookup")), "--plot", str(path)]) == 2
-        output = capsys.readouterr()
+        output = cli("bench", bundle("qwen3-lookup"), "--plot", path, status=2)
         assert f"--plot is {path}; expected a file to write" in output.err
         assert output.out == ""
 

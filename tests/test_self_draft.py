@@ -5,7 +5,6 @@ import shutil
 import numpy as np
 import pytest
 
-from specexport.cli import main
 from specexport.contract.errors import BuildError
 from specexport.contract.reading import read_manifest
 from specexport.exporter.build import build
@@ -49,16 +48,15 @@ def test_no_weight_is_stored_twice(tmp_path, precision):
         assert tokens.stats.drafted > 0
 
 
-def test_layers_it_cannot_have_are_refused(tmp_path, capsys):
+def test_layers_it_cannot_have_are_refused(tmp_path, cli):
     target = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
     for count in (0, 2):
         with pytest.raises(BuildError, match=f"layers is {count}, but .* has 2 layers; expected 1 to 1|>= 1"):
             build(BuildOptions(target=str(target), output=tmp_path / "out", methods=ways(self_draft=count)))
     assert not (tmp_path / "out").exists()
-    words = ["build", "--target", str(target), "-o", str(tmp_path / "out"), "--max-seq-len", "128"]
-    assert main([*words, "--self-draft-layers", "1", "--num-speculative-tokens", "2", "--ngram"]) == 0
+    words = ["build", "--target", target, "-o", tmp_path / "out", "--max-seq-len", "128"]
+    shown = cli(*words, "--self-draft-layers", "1", "--num-speculative-tokens", "2", "--ngram").words
     assert [type(method).__name__ for method in read_manifest(tmp_path / "out").methods] == ["SelfDraft", "Ngram"]
-    shown = " ".join(capsys.readouterr().out.split())
     assert "self_draft, the target's first layer: 2 draft tokens a step" in shown
 
 

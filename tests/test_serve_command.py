@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.__main__ import parser
 from benchmarks.serving import server
-from specexport.cli import main
 from tests.serving import with_chat_template
 from tests.threads import wait_until
 
@@ -39,13 +38,12 @@ pytestmark = pytest.mark.exporter  # as are the benchmarks, which make models
         (["{}", "--ray", "--precision", "int8"], "leave out --precision"),
     ],
 )
-def test_wrong_flags_are_named(bundle, words, message, capsys):
+def test_wrong_flags_are_named(bundle, words, message, cli):
     words = [word.format(bundle("llama-near")) if word == "{}" else word for word in words]
-    assert main(["serve", *words]) == (1 if words == ["./nowhere"] or "magic" in message else 2)
-    assert message in capsys.readouterr().err
+    assert message in cli("serve", *words, status=1 if words == ["./nowhere"] or "magic" in message else 2).err
 
 
-def test_an_address_that_is_taken_is_named_before_anything_is_loaded(capsys):
+def test_an_address_that_is_taken_is_named_before_anything_is_loaded(cli):
     with socket.socket() as occupied:
         occupied.bind(("127.0.0.1", 0))
         occupied.listen()
@@ -54,18 +52,16 @@ def test_an_address_that_is_taken_is_named_before_anything_is_loaded(capsys):
             ("192.0.2.1", 0, "cannot assign requested address"),
             ("no.such.host.invalid", 0, ""),
         ):
-            assert main(["serve", "nowhere", "--host", host, "--port", str(port)]) == 1
-            line = capsys.readouterr().err
+            line = cli("serve", "nowhere", "--host", host, "--port", port, status=1).err
             assert line.startswith(f"specexport: error: --host is {host} and --port {port}: ")
             assert reason in line.lower()
             assert line.endswith("; choose an address that is free here\n")
 
 
-def test_without_ray_its_extra_is_named(bundle, monkeypatch, capsys):
+def test_without_ray_its_extra_is_named(bundle, monkeypatch, cli):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "specexport.server.ray", raising=False)
-    assert main(["serve", str(bundle("llama-near")), "--ray"]) == 1
-    assert "pip install 'specexport[ray]'" in capsys.readouterr().err
+    assert "pip install 'specexport[ray]'" in cli("serve", bundle("llama-near"), "--ray", status=1).err
 
 
 def test_sigterm_finishes_streams(bundle):

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from specexport import LLM
-from specexport.cli import main
 from specexport.contract.errors import BackendError, BuildError, BundleError
 from specexport.contract.manifest import MANIFEST_NAME
 from specexport.contract.reading import read_manifest
@@ -85,12 +84,11 @@ def test_texts_are_those_of_one_process(built, family, ranks, precision):
         np.testing.assert_allclose(scores[0], scores[1], atol=1e-4)
 
 
-def test_verify_runs_every_rank(built, capsys, monkeypatch):
+def test_verify_runs_every_rank(built, cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     bundle = built("llama", 2, "fp32")
-    assert main(["verify", str(bundle)]) == 0
-    assert main(["inspect", str(bundle)]) == 0
-    assert "split among 2 processes" in capsys.readouterr().out
+    cli("verify", bundle)
+    assert "split among 2 processes" in cli("inspect", bundle).out
 
 
 def test_mixtures_are_split_by_the_columns_of_their_experts(tmp_path):

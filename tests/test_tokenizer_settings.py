@@ -180,10 +180,9 @@ def test_a_decoder_that_fails_for_some_texts_is_refused(built, tmp_path):
 # --- what is named ----------------------------------------------------------------------------------------------------
 
 
-def test_build_and_inspect_name_ignored_settings(built, capsys):
+def test_build_and_inspect_name_ignored_settings(built, cli):
     *_, output, warned = built
-    assert main(["inspect", str(output)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = cli("inspect", output).words
     for text in (
         "generation_config.json: num_beams is 4: transformers searches with beams; specexport does not",
         "generation_config.json: max_time is 3.5",

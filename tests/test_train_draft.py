@@ -9,7 +9,6 @@ import pytest
 import torch
 from scipy.special import log_softmax
 
-from specexport.cli import main
 from specexport.contract.errors import SpecExportError, TrainError
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
@@ -136,15 +135,13 @@ def test_a_draft_comes_nearer_to_its_target(pair, text, tmp_path, kind, samples)
     )
 
 
-def test_the_command_makes_a_new_draft(pair, text, tmp_path, capsys):
+def test_the_command_makes_a_new_draft(pair, text, tmp_path, cli):
     words = ["train", "draft", "--target", str(pair[0]), "--data", str(text), "--seq-len", "32", "--steps", "3"]
     new = [*words, "--layers", "1", "--hidden", "32", "--optimizer", "muon", "--texts", "8", "-o", str(tmp_path / "a")]
-    assert main([*new, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = cli(*new, "--json").json
     assert len(record["acceptance"]["after"]["greedy"]) == 6
     assert load_checkpoint(str(tmp_path / "a")).family == "llama"
-    assert main([*new, "--overwrite"]) == 0
-    assert "acceptance length" in " ".join(capsys.readouterr().out.split())
+    assert "acceptance length" in cli(*new, "--overwrite").words
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from specexport.cli import main
 from specexport.contract.errors import BuildError, SpecExportError
 from specexport.contract.folders import write_lock
 from specexport.exporter.build import build
@@ -84,11 +83,10 @@ def test_a_work_folder_is_for_one_training_at_a_time(target, tmp_path):
         ("mlp_speculator", "", 3, "int4"),
     ],
 )
-def test_trained_folders_are_built(target, tmp_path, capsys, method, flags, drafted, precision):
+def test_trained_folders_are_built(target, tmp_path, cli, method, flags, drafted, precision):
     trained, data = tmp_path / "trained", write_words(tmp_path)
     words = ["train", method.replace("_", "-"), "--target", str(target), "--data", str(data), "-o", str(trained)]
-    assert main([*words, "--seq-len", "32", "--steps", "3", *flags.split()]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = cli(*words, "--seq-len", "32", "--steps", "3", *flags.split()).words
     assert f"accuracy of {drafted} draft tokens on held-out texts" in shown
     assert f"a chain of {drafted} would commit" in shown
     methods = ({"method": method, "model": str(trained)},)

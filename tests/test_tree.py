@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specexport.cli import main
 from specexport.commands.draw import svg, terminal_tree
 from specexport.contract.errors import SpecExportError
 from specexport.contract.tree import MAX_NODES, PRESETS, TokenTree
@@ -122,15 +121,11 @@ def test_drawings_show_every_node_once_below_its_parent(tree):
     assert sorted(seen) == list(range(len(tree)))
 
 
-def test_inspect_draws_trees(capsys):
-    assert main(["inspect", "mc_sim_7b_63", "--tree"]) == 0
-    shown = capsys.readouterr().out
-    assert "64 nodes with the root, depth 4, 42 paths" in shown
-    assert main(["inspect", "nothing.json", "--tree"]) != 0
-    assert "no such file" in capsys.readouterr().err
+def test_inspect_draws_trees(cli):
+    assert "64 nodes with the root, depth 4, 42 paths" in cli("inspect", "mc_sim_7b_63", "--tree").out
+    assert "no such file" in cli("inspect", "nothing.json", "--tree", status=1).err
     for flag in ("--hashes", "--json"):
-        assert main(["inspect", "mc_sim_7b_63", "--tree", flag]) == 2
-        assert f"{flag} was given with --tree" in capsys.readouterr().err
+        assert f"{flag} was given with --tree" in cli("inspect", "mc_sim_7b_63", "--tree", flag, status=2).err
 
 
 # --- drawn as SVG -----------------------------------------------------------------------------------------------------
@@ -159,12 +154,10 @@ def test_every_node_has_its_place(tree):
     assert all(12 <= x <= width - 12 and 12 <= y <= height - 12 for x, y in places)
 
 
-def test_a_file_and_a_preset_are_drawn(tmp_path, capsys):
+def test_a_file_and_a_preset_are_drawn(tmp_path, cli):
     (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
-    assert main(["draw", str(tmp_path / "tree.json"), "-o", str(tmp_path / "tree.svg")]) == 0
-    assert "4 nodes with the root, depth 2" in capsys.readouterr().out
-    assert main(["draw", str(tmp_path / "tree.json"), "-o", "-"]) == 0
-    assert capsys.readouterr().out == (tmp_path / "tree.svg").read_text()
+    assert "4 nodes with the root, depth 2" in cli("draw", tmp_path / "tree.json", "-o", tmp_path / "tree.svg").out
+    assert cli("draw", tmp_path / "tree.json", "-o", "-").out == (tmp_path / "tree.svg").read_text()
     assert (tmp_path / "tree.svg").read_text().count("<circle") == 4
-    assert main(["draw", "nothing", "-o", str(tmp_path / "no.svg")]) == 1
+    cli("draw", "nothing", "-o", tmp_path / "no.svg", status=1)
     assert not (tmp_path / "no.svg").exists()

@@ -48,24 +48,22 @@ def expected_answers(bundle: Bundles) -> dict[str, Any]:
         return {"text": completion.text, "prompt_tokens": completion.stats.prompt_tokens}
 
 
-def test_repositories_are_written_atomically(bundle, repository, tmp_path, capsys):
+def test_repositories_are_written_atomically(bundle, repository, tmp_path, cli):
     export = ["export", "triton", str(bundle("llama-near-batch")), "-o"]
     before = sorted(path.relative_to(repository) for path in repository.rglob("*"))
-    assert main([*export, str(repository), "--name", "tiny"]) == 1
-    assert "exists already; choose another folder or pass --overwrite" in capsys.readouterr().err
-    assert main([*export, str(tmp_path / "new"), "--name", "a b"]) == 1
-    assert "the model's name is 'a b'" in capsys.readouterr().err
-    assert main(["export", "triton", str(tmp_path / "none"), "-o", str(tmp_path / "new")]) == 1
-    assert "no such folder" in capsys.readouterr().err
+    printed = cli(*export, repository, "--name", "tiny", status=1)
+    assert "exists already; choose another folder or pass --overwrite" in printed.err
+    assert "the model's name is 'a b'" in cli(*export, tmp_path / "new", "--name", "a b", status=1).err
+    assert "no such folder" in cli("export", "triton", tmp_path / "none", "-o", tmp_path / "new", status=1).err
     assert list(tmp_path.iterdir()) == []
     copy = shutil.copytree(repository, tmp_path / "copy")
     (copy / "tiny" / "old").touch()
     (copy / "another").mkdir()
     for wrong, name, reason in ((copy, "tiny", "has 'another'"), (tmp_path, "copy", "has no model 'copy'")):
-        assert main([*export, str(wrong), "--name", name, "--overwrite"]) == 1
-        assert f"{reason}; --overwrite replaces a repository of this model alone" in capsys.readouterr().err
+        printed = cli(*export, wrong, "--name", name, "--overwrite", status=1)
+        assert f"{reason}; --overwrite replaces a repository of this model alone" in printed.err
     (copy / "another").rmdir()
-    assert main([*export, str(copy), "--name", "tiny", "--overwrite"]) == 0
+    cli(*export, copy, "--name", "tiny", "--overwrite")
     assert sorted(path.relative_to(copy) for path in copy.rglob("*")) == before
 
 

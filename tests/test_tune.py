@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specexport.cli import main
 from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.folders import write_lock
 from specexport.contract.reading import read_manifest
@@ -126,22 +125,19 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.mark.exporter
 @pytest.mark.parametrize("name", ["qwen3-medusa", "qwen3-medusa-draft", "gpt2-tree", "gpt2-tree-portable"])
-def test_tuning_writes_the_tree_into_the_bundle(bundle, name, tmp_path, data, capsys):
+def test_tuning_writes_the_tree_into_the_bundle(bundle, name, tmp_path, data, cli):
     from specexport.verify.bundle import verify
 
     folder = copytree(bundle(name), tmp_path / "bundle")
     before = read_manifest(folder)
     words = ["tune", "tree", str(folder), "--data", str(data), "--max-nodes", "9", "-n", "24", "--threads", "1"]
-    assert main([*words, "--dry-run"]) == 0
-    assert "; nothing was changed" in capsys.readouterr().out
-    assert main([*words, "--json", "--dry-run"]) == 0
+    assert "; nothing was changed" in cli(*words, "--dry-run").out
+    document = cli(*words, "--json", "--dry-run").json
     assert read_manifest(folder) == before
-    document = json.loads(capsys.readouterr().out)
     assert len(document["step_ms"]) == 9
     rates = [tree["tokens_per_second"] for tree in document["trees"]]
     assert rates == sorted(rates, reverse=True)
-    assert main(words) == 0
-    assert "now verifies" in capsys.readouterr().out
+    assert "now verifies" in cli(*words).out
     after = read_manifest(folder)
     sizes = {len(tree) for tree in before.methods[0].token_trees()}
     assert {len(tree) for tree in after.methods[0].token_trees()} >= sizes
@@ -164,31 +160,26 @@ def test_a_tree_the_bundle_has_no_room_for(bundle, tmp_path):
     assert (folder / "specexport.json").read_bytes() == before
 
 
-def test_steps_are_observed_where_they_are_timed(bundle, tmp_path, data, capsys):
+def test_steps_are_observed_where_they_are_timed(bundle, tmp_path, data, cli):
     """Both by ONNX Runtime on the CPU, also where the bundle's own backend is another one."""
     folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
     rewritten(folder, lambda document: document.update(backend="onnxruntime-cuda"))
     words = ["tune", "tree", str(folder), "--data", str(data), "--max-nodes", "3", "-n", "12", "--threads", "1"]
-    assert main([*words, "--json", "--dry-run"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["step_ms"]) == 3
+    assert len(cli(*words, "--json", "--dry-run").json["step_ms"]) == 3
 
 
 @pytest.mark.exporter
-def test_a_bundle_made_for_its_trees_is_refused_before_anything_is_measured(
-    bundle, tmp_path, data, capsys, monkeypatch
-):
+def test_a_bundle_made_for_its_trees_is_refused_before_anything_is_measured(bundle, tmp_path, data, cli, monkeypatch):
     folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
     rewritten(folder, lambda document: (compiled(document), document.update(backend="tensorrt-rtx")))
     monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("it is loaded"))
     for more in ([], ["--dry-run"]):
-        assert main(["tune", "tree", str(folder), "--data", str(data), *more]) == 1
-        assert "is built for tensorrt-rtx; its step program and engines" in capsys.readouterr().err
+        printed = cli("tune", "tree", folder, "--data", data, *more, status=1)
+        assert "is built for tensorrt-rtx; its step program and engines" in printed.err
 
 
 @pytest.mark.exporter
-def test_a_bundle_that_cannot_be_changed_is_refused_before_anything_is_measured(
-    bundle, tmp_path, data, capsys, monkeypatch
-):
+def test_a_bundle_that_cannot_be_changed_is_refused_before_measuring(bundle, tmp_path, data, cli, monkeypatch):
     folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
     monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("it is loaded"))
 
@@ -196,11 +187,10 @@ def test_a_bundle_that_cannot_be_changed_is_refused_before_anything_is_measured(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     with write_lock(folder):
-        assert main(["tune", "tree", str(folder), "--data", str(data)]) == 1
-    assert f"is writing {folder}" in capsys.readouterr().err
+        assert f"is writing {folder}" in cli("tune", "tree", folder, "--data", data, status=1).err
     monkeypatch.setattr(Path, "touch", refuse)
-    assert main(["tune", "tree", str(folder), "--data", str(data)]) == 1
-    assert f"{folder / 'specexport.json.part'}: Read-only file system" in capsys.readouterr().err
+    printed = cli("tune", "tree", folder, "--data", data, status=1)
+    assert f"{folder / 'specexport.json.part'}: Read-only file system" in printed.err
 
 
 @pytest.mark.exporter
@@ -212,14 +202,13 @@ def test_a_bundle_that_cannot_be_changed_is_refused_before_anything_is_measured(
         (["--method", "ngram"], 2, "--method is 'ngram'; the bundle has medusa"),
     ],
 )
-def test_wrong_arguments_are_explained(bundle, data, words, status, reason, capsys):
+def test_wrong_arguments_are_explained(bundle, data, words, status, reason, cli):
     given_data = [] if words[0] == "--data" else ["--data", str(data)]
-    assert main(["tune", "tree", str(bundle("qwen3-medusa")), *given_data, *words]) == status
-    assert reason in capsys.readouterr().err
+    assert reason in cli("tune", "tree", bundle("qwen3-medusa"), *given_data, *words, status=status).err
 
 
-def test_a_line_without_a_text_is_named(bundle, tmp_path, capsys):
+def test_a_line_without_a_text_is_named(bundle, tmp_path, cli):
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "fine"}\n\n{"txt": "not"}\n')
-    assert main(["tune", "tree", str(bundle("qwen3-medusa")), "--data", str(file), "--dry-run"]) == 1
-    assert "data.jsonl: line 3: " in capsys.readouterr().err
+    printed = cli("tune", "tree", bundle("qwen3-medusa"), "--data", file, "--dry-run", status=1)
+    assert "data.jsonl: line 3: " in printed.err

@@ -14,7 +14,6 @@ import onnx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from specexport.cli import main
 from specexport.commands.inspect import summary as inspected
 from specexport.contract.errors import BuildError, BundleError, RequestError
 from specexport.contract.reading import read_manifest
@@ -215,13 +214,12 @@ def test_a_bundle_without_a_draft(copy, checkpoints):
         verify(copy, sources={"draft_model.model": str(checkpoints["draft"])})
 
 
-def test_wrong_arguments(fp32, tmp_path, capsys):
+def test_wrong_arguments(fp32, tmp_path, cli):
     with pytest.raises(BuildError, match="no such folder"):
         verify(fp32, target=str(tmp_path / "gone"))
     with pytest.raises(RequestError, match=r"draft\.model was given, .* expected one of draft_model\.model"):
         verify(fp32, sources={"draft.model": "x"})
-    assert main(["verify", str(fp32), "--source", "draft_model"]) == 2
-    assert "expected METHOD.KEY=DIR" in capsys.readouterr().err
+    assert "expected METHOD.KEY=DIR" in cli("verify", fp32, "--source", "draft_model", status=2).err
     with pytest.raises(RequestError, match="max_tokens is 0"):
         verify(fp32, max_tokens=0)
     with pytest.raises(RequestError, match="prompt 2 has no tokens"):
