@@ -6,7 +6,7 @@ biases that are not what they are initialised to, windows shorter than a test's 
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -214,6 +214,18 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, calm: bool = Fa
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+def changed(folder: Path, weights: Mapping[str, torch.Tensor | None] | None = None, **config: Any) -> str:
+    """Replaces tensors of a checkpoint, where None takes one away, and fields of its configuration."""
+    if weights is not None:
+        state = load_file(folder / "model.safetensors") | dict(weights)
+        kept = {name: tensor for name, tensor in state.items() if tensor is not None}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    if config:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | config), encoding="utf-8")
+    return str(folder)
 
 
 def with_swapped_tokens(checkpoint: Path) -> Path:

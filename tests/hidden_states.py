@@ -1,6 +1,5 @@
-"""For tests of drafts that see the target's hidden states: changed checkpoints, formulas, runs of their graphs."""
+"""For tests of drafts that see the target's hidden states: formulas, runs of their graphs."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 import torch
-from safetensors.torch import load_file, save_file
 
 from specexport.contract import tensors
 from specexport.contract.methods import Method
@@ -19,15 +17,6 @@ from specexport.runtime import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 _CANDIDATES, _UNIFORM, _ROWS = 64, 0.7, 32
-
-
-def changed(folder: Path, weights: dict[str, torch.Tensor | None] | None = None, **config: Any) -> str:
-    """Replaces tensors of a checkpoint, where None takes one away, and fields of its configuration."""
-    state = load_file(folder / "model.safetensors") | (weights or {})
-    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, folder / "model.safetensors")
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    return str(folder)
 
 
 class Formulas:

@@ -14,7 +14,7 @@ from specexport.contract.errors import BuildError
 from specexport.exporter.build import build
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.options import BuildOptions
-from tests.checkpoints import make_checkpoint, make_heads
+from tests.checkpoints import changed, make_checkpoint, make_heads
 from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
@@ -114,44 +114,28 @@ def test_code_beside_a_checkpoint_is_not_run(model, tmp_path, capsys):
     assert not (tmp_path / "ran").exists()
 
 
-def _without(model: Path, name: str) -> None:
-    weights = load_file(model / "model.safetensors")
-    save_file({key: value for key, value in weights.items() if key != name}, model / "model.safetensors")
+Q, NORM = "model.layers.0.self_attn.q_proj", "model.layers.{}.self_attn.q_norm.weight"
+FP8 = {f"{Q}.weight": torch.zeros(64, 64, dtype=torch.float8_e4m3fn), f"{Q}.weight_scale": torch.tensor(3.0)}
 
 
-def test_missing_tensors_are_refused(model):
-    name = "model.layers.1.mlp.up_proj.weight"
-    _without(model, name)
-    refused(model, f"the weights lack {name!r}")
-
-
-def test_biases_that_the_configuration_leaves_out_are_refused(model):
-    name = "model.layers.0.self_attn.q_proj.bias"
-    weights = load_file(model / "model.safetensors")
-    for value in (0.0, 0.5):
-        save_file({**weights, name: torch.full((64,), value)}, model / "model.safetensors")
-        if value:
-            refused(model, f"the weights have {name!r}, which")
-        else:
-            load_checkpoint(str(model))
-
-
-def test_weights_of_layers_that_the_configuration_leaves_out_are_refused(model):
-    weights, norm = load_file(model / "model.safetensors"), torch.ones(16)
-    for name in ("model.layers.0.self_attn.q_norm.weight", "model.layers.2.self_attn.q_norm.weight"):
-        save_file({**weights, name: norm}, model / "model.safetensors")
-        if ".0." in name:
-            refused(model, f"the weights have {name!r}, which")
-        else:  # a draft's
-            load_checkpoint(str(model))
-
-
-def test_scales_of_matrices_without_a_quantization_are_refused(model):
-    name = "model.layers.0.self_attn.q_proj.weight"
-    weights = load_file(model / "model.safetensors")
-    weights |= {name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.tensor(3.0)}
-    save_file(weights, model / "model.safetensors")
-    refused(model, f"the weights have '{name}_scale', which")
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"model.layers.1.mlp.up_proj.weight": None}, "the weights lack 'model.layers.1.mlp.up_proj.weight'"),
+        ({f"{Q}.bias": torch.full((64,), 0.5)}, f"the weights have '{Q}.bias', which"),
+        ({f"{Q}.bias": torch.zeros(64)}, None),
+        ({NORM.format(0): torch.ones(16)}, f"the weights have '{NORM.format(0)}', which"),
+        ({NORM.format(2): torch.ones(16)}, None),
+        (FP8, f"the weights have '{Q}.weight_scale', which"),
+    ],
+    ids=["missing", "bias", "bias of zeros", "norm", "norm of a draft's layer", "scale without a quantization"],
+)
+def test_tensors_that_the_configuration_does_not_name_are_refused(model, weights, message):
+    changed(model, weights)
+    if message is None:
+        load_checkpoint(str(model))
+    else:
+        refused(model, message)
 
 
 # --- weights in several files -----------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from specexport.methods.dflash.train import draft_losses, new_draft, random_anch
 from specexport.training.data import Windows
 from specexport.training.predictions import Losses, measure_accuracy, weighted_loss
 from specexport.training.run import load_model
-from tests.checkpoints import GROUPED, VOCAB, make_dflash
-from tests.hidden_states import Formulas, TwoSlots, changed, require_drafted
+from tests.checkpoints import GROUPED, VOCAB, changed, make_dflash
+from tests.hidden_states import Formulas, TwoSlots, require_drafted
 from tests.training import CPU, LANGUAGE, saying, train_on_language, training_options, windows_of
 
 pytestmark = pytest.mark.exporter

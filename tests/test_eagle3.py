@@ -33,8 +33,8 @@ from specexport.runtime.backend import RunShape
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.training.predictions import measure_accuracy, weighted_loss
 from specexport.training.run import load_model
-from tests.checkpoints import GROUPED, VOCAB, make_eagle3
-from tests.hidden_states import GREEDY, Formulas, TwoSlots, changed, require_drafted
+from tests.checkpoints import GROUPED, VOCAB, changed, make_eagle3
+from tests.hidden_states import GREEDY, Formulas, TwoSlots, require_drafted
 from tests.quantized import FORMATS
 from tests.training import CPU, LANGUAGE, silent, train_on_language, training_options, windows_of
 

@@ -27,9 +27,9 @@ from specexport.graphs.step import StepModule
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.bundle import verify
-from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_mtp
+from tests.checkpoints import GROUPED, changed, make_checkpoint, make_dflash, make_eagle3, make_mtp
 from tests.engine_bundles import SMALL
-from tests.hidden_states import GREEDY, changed
+from tests.hidden_states import GREEDY
 from tests.streams import started, tokens_of
 from tests.test_mtp import PUBLISHED
 from tests.ways import ways

@@ -29,7 +29,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN
 from specexport.training.predictions import measure_over_hidden
 from specexport.verify.bundle import verify
-from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, make_heads, make_model
+from tests.checkpoints import FAMILIES, VOCAB, changed, make_checkpoint, make_heads, make_model
 from tests.training import CPU, LANGUAGE, silent, train_over, training_options, windows_of, write_words
 from tests.ways import ways
 
@@ -68,9 +68,7 @@ def test_written_files_are_read_back(tmp_path, layers, tied):
     heads, lm_head = random_heads(layers, tied=tied), torch.randn(V, H)
     tree = [[0], [1], [0, 0]]
     save_medusa(tmp_path, heads, lm_head, base="x", accuracy=ACCURACY, dtype=torch.float32)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"medusa_choices": tree}))
-    outline = read_medusa(tmp_path)
+    outline = read_medusa(Path(changed(tmp_path, medusa_choices=tree)))
     assert (outline.count, outline.layers, outline.tied) == (HEADS, layers, tied)
     assert outline.tree == TokenTree.from_choices(tree)
     assert outline.accuracy == ACCURACY
@@ -98,12 +96,9 @@ def test_fewer_heads_than_the_file_holds(tmp_path):
 
 def test_a_full_model_with_heads(tmp_path):
     model = make_checkpoint(tmp_path / "model", "llama")
-    state = load_file(model / "model.safetensors")
     heads = fasterdecoding(tmp_path / "heads")
-    state |= {f"medusa_head.{name}": tensor for name, tensor in heads.items()}
-    save_file(state, model / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"medusa_num_heads": HEADS, "medusa_num_layers": 1}))
+    added = {f"medusa_head.{name}": tensor for name, tensor in heads.items()}
+    changed(model, added, medusa_num_heads=HEADS, medusa_num_layers=1)
     loaded = read_medusa(model).load(hidden=H, vocab=V)
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, heads[name])

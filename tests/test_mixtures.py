@@ -7,6 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from specexport.contract.errors import BuildError
@@ -24,7 +25,7 @@ from specexport.exporter.options import BuildOptions, CompileOptions, Storage
 from specexport.exporter.passes import simplify
 from specexport.exporter.passes.experts import lower_experts
 from specexport.graphs.step import StepModule
-from tests.checkpoints import GROUPED, WINDOW, make_checkpoint
+from tests.checkpoints import GROUPED, WINDOW, changed, make_checkpoint
 from tests.engine_bundles import SMALL
 from tests.reference import plain_session
 from tests.test_families import TOLERANCE, Family, Graph, differences, random_text
@@ -221,14 +222,11 @@ def test_a_row_is_the_same_whatever_runs_beside_it(tmp_path, form):
 
 def test_a_graph_that_is_not_finite_is_not_built(tmp_path, tmp_path_factory, monkeypatch):
     """Helium's padding is embedded as zero, and its norms add 1e-8, which the optimizer would take for zero."""
-    make_checkpoint(tmp_path / "helium", "helium", **{**GROUPED, "num_hidden_layers": 1, "head_dim": 16})
-    from safetensors.torch import load_file, save_file
-
-    stored = tmp_path / "helium" / "model.safetensors"
-    weights = load_file(stored)
-    weights["model.embed_tokens.weight"][2] = 0
-    save_file(weights, stored, {"format": "pt"})
-    options = BuildOptions(target=str(tmp_path / "helium"), output=tmp_path / "bundle", methods=(), precision="fp32")
+    target = make_checkpoint(tmp_path / "helium", "helium", **{**GROUPED, "num_hidden_layers": 1, "head_dim": 16})
+    table = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    table[2] = 0
+    changed(target, {"model.embed_tokens.weight": table})
+    options = BuildOptions(target=str(target), output=tmp_path / "bundle", methods=(), precision="fp32")
     building.build(options)
     with monkeypatch.context() as patched:
         patched.setattr(simplify, "keep_epsilons", lambda model: None)

@@ -40,7 +40,7 @@ from specexport.runtime.speculative import PLAIN
 from specexport.training.predictions import measure_over_hidden
 from specexport.tree_search import record_proposals
 from specexport.verify.bundle import verify
-from tests.checkpoints import VOCAB, make_checkpoint, make_model, make_speculator
+from tests.checkpoints import VOCAB, changed, make_checkpoint, make_model, make_speculator
 from tests.reference import draw_candidates
 from tests.training import CPU, train_over, training_options, windows_of, write_words
 from tests.ways import ways
@@ -215,12 +215,10 @@ def test_tied_tensors_may_be_stored_once_or_per_stage(tmp_path, speculators):
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(tmp_path, speculators, change, reason):
-    save_file(stored(speculators(False, False)), tmp_path / "model.safetensors")
-    config = json.loads((speculators(False, False) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    folder = changed(copytree(speculators(False, False), tmp_path / "speculator"), **change)
     with pytest.raises(BuildError, match=reason) as caught:
-        read_speculator(str(tmp_path)).require_fit(hidden=H, vocab=VOCAB)
-    assert str(tmp_path) in str(caught.value)
+        read_speculator(folder).require_fit(hidden=H, vocab=VOCAB)
+    assert folder in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +231,10 @@ def test_a_configuration_that_does_not_fit_is_refused(tmp_path, speculators, cha
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, speculators, change, reason):
-    state = stored(speculators(False, False)) | {f"speculator.{name}": tensor for name, tensor in change.items()}
-    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((speculators(False, False) / "config.json").read_bytes())
+    folder = copytree(speculators(False, False), tmp_path / "speculator")
+    changed(folder, {f"speculator.{name}": tensor for name, tensor in change.items()})
     with pytest.raises(BuildError, match=reason):
-        outline = read_speculator(str(tmp_path))
+        outline = read_speculator(str(folder))
         outline.require_fit(hidden=H, vocab=VOCAB)
         outline.load()
 
@@ -270,15 +267,8 @@ def planned(folder: Path, **options: Any) -> list[list[tuple[int, ...]]]:
 
 
 def test_trees_have_the_checkpoints_widths(tmp_path, speculators):
-    folder = tmp_path / "speculator"
-    folder.mkdir()
-    save_file(stored(speculators(False, False)), folder / "model.safetensors")
-    config = json.loads((speculators(False, False) / "config.json").read_text())
-
-    def widths(*wanted: int, **more: Any) -> None:
-        (folder / "config.json").write_text(json.dumps(config | {"top_k_tokens_per_head": wanted} | more))
-
-    widths(3, 2, 1)
+    folder = copytree(speculators(False, False), tmp_path / "speculator")
+    changed(folder, top_k_tokens_per_head=[3, 2, 1])
     assert planned(folder) == [[(0,), (0, 0), (0, 0, 0), (1,)]]
     whole = [(a, *rest) for a in range(3) for rest in ((), (0,), (1,), (0, 0), (1, 0))]
     assert planned(folder, num_speculative_tokens=15) == [sorted(whole)]
@@ -292,10 +282,10 @@ def test_trees_have_the_checkpoints_widths(tmp_path, speculators):
     ):
         with pytest.raises(BuildError, match=reason):
             planned(folder, trees=(tree,))
-    widths(1, 1, 1)
+    changed(folder, top_k_tokens_per_head=[1, 1, 1])
     assert planned(folder) == [[(0,), (0, 0), (0, 0, 0)]]
     measured = {"head_accuracy": [[0.5, 0.4]] * 3, "path_accuracy": [[[0], 0.5], [[1], 0.4], [[1, 0], 0.3]]}
-    widths(2, 2, 2, **measured)
+    changed(folder, top_k_tokens_per_head=[2, 2, 2], **measured)
     assert planned(folder, num_speculative_tokens=3) == [[(0,), (1,), (1, 0)]]
     assert len(planned(folder)[0]) == 4
 
@@ -350,11 +340,9 @@ def test_bundle_text_equals_the_checkpoints(quantized, tmp_path, speculators):
         initializer for initializer in model.graph.initializer if initializer.data_type == onnx.TensorProto.INT8
     ]
     assert len(integers) == 3 * STAGES
-    other = copytree(folder, tmp_path / "other")
-    save_file({name: -tensor for name, tensor in stored(folder).items()}, other / "model.safetensors")
-    checks = verify(
-        out, sources={"mlp_speculator.model": str(other)}, prompts=("the words of a text",), max_tokens=4
-    ).checks
+    negated = {name: -tensor for name, tensor in stored(folder).items()}
+    other = {"mlp_speculator.model": changed(copytree(folder, tmp_path / "other"), negated)}
+    checks = verify(out, sources=other, prompts=("the words of a text",), max_tokens=4).checks
     assert [check.name for check in checks if check.passed is False] == ["mlp_speculator"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specexport.contract import tensors
@@ -21,9 +21,9 @@ from specexport.exporter.passes.experts import lower_experts
 from specexport.methods.hidden_states.export import trace_own_state
 from specexport.methods.mtp import MTP, MTPOptions
 from specexport.methods.mtp.export import read_mtp
-from tests.checkpoints import GROUPED, VOCAB, make_checkpoint, make_mtp
+from tests.checkpoints import GROUPED, VOCAB, changed, make_checkpoint, make_mtp
 from tests.fixtures import Bundles
-from tests.hidden_states import TwoSlots, changed, require_drafted
+from tests.hidden_states import TwoSlots, require_drafted
 from tests.test_mixtures import MIXTURES
 from tests.ways import ways
 
@@ -70,11 +70,9 @@ class Layer:
         self.stored = load_file(folder / "model.safetensors")
         longer = copytree(folder, work / "longer")
         whole = {name.replace(FIRST[family], "model.layers.1."): tensor for name, tensor in self.stored.items()}
-        save_file(whole, longer / "model.safetensors", metadata={"format": "pt"})
-        path = longer / "config.json"
-        document = json.loads(path.read_text())
+        document = json.loads((folder / "config.json").read_text())
         kinds = {name: value * 2 for name, value in document.items() if name.endswith("layer_types") and value}
-        path.write_text(json.dumps(document | {"num_hidden_layers": 2} | kinds))
+        changed(longer, dict.fromkeys(self.stored) | whole, num_hidden_layers=2, **kinds)
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             longer, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
         ).eval()

@@ -25,7 +25,7 @@ from specexport.exporter.checkpoints.quantized import quantization
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.options import BuildOptions, CompileOptions
 from specexport.verify.bundle import verify
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import changed, make_checkpoint
 from tests.quantized import FORMATS, make_mxfp4, make_quantized
 
 pytestmark = pytest.mark.exporter
@@ -184,8 +184,7 @@ def test_symmetric_zero_points_tell_their_version(small, tmp_path):
     """As of GPTQ-Int4 checkpoints that are in the second version and say that they are in the first."""
     other = shutil.copytree(small("gptq")[0], tmp_path / "second")
     tensors = load_file(other / "model.safetensors")
-    tensors |= {name: tensor + 0x11111111 for name, tensor in tensors.items() if name.endswith("qzeros")}
-    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    changed(other, {name: tensor + 0x11111111 for name, tensor in tensors.items() if name.endswith("qzeros")})
     first, second = (list(checkpoint_tensors(folder)) for folder in (small("gptq")[0], other))
     assert all(torch.equal(a.read(), b.read()) for a, b in zip(first, second, strict=True))
 
@@ -257,10 +256,9 @@ def test_faults_are_named(small, tmp_path, layout, change, message):
 
 def test_checkpoints_of_mlx_are_refused_by_name(small, tmp_path):
     folder = shutil.copytree(small("awq")[0], tmp_path / "mlx")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization"] = {"group_size": 64, "bits": 4}
-    for settings in (config["quantization"], None, 4):
-        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    quantization = {"group_size": 64, "bits": 4}
+    for settings in (quantization, None, 4):
+        changed(folder, quantization=quantization, quantization_config=settings)
         with pytest.raises(BuildError, match="quantization: the format of MLX is not supported"):
             quantized_in(folder)
 
@@ -275,8 +273,7 @@ def test_checkpoints_of_mlx_are_refused_by_name(small, tmp_path):
 )
 def test_wrong_experts_are_named(tmp_path, name, make, message):
     quantized, _ = make_mxfp4(tmp_path)
-    tensors = load_file(quantized / "model.safetensors")
     full = f"model.layers.0.mlp.experts.{name}"
-    save_file({**tensors, full: make(tensors[full])}, quantized / "model.safetensors", {"format": "pt"})
+    changed(quantized, {full: make(load_file(quantized / "model.safetensors")[full])})
     with pytest.raises(BuildError, match=message):
         load_checkpoint(str(quantized))

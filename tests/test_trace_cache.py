@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch._higher_order_ops.scan import scan
 
 from specexport.exporter import trace, trace_cache
@@ -21,7 +22,7 @@ from specexport.exporter.fast_trace import fast_trace
 from specexport.exporter.options import BuildOptions
 from specexport.graphs.rotary import take_one_position_row
 from specexport.graphs.step import StepModule
-from tests.checkpoints import make_checkpoint, make_eagle3, make_model
+from tests.checkpoints import changed, make_checkpoint, make_eagle3, make_model
 from tests.test_weights import hashes
 
 pytestmark = pytest.mark.exporter
@@ -62,12 +63,8 @@ def make(tmp_path: Path) -> Make:
 
 def altered(folder: Path, to: Path, name: str) -> Path:
     """The checkpoint with other numbers in the tensors whose names end so."""
-    to.mkdir()
-    for path in folder.iterdir():
-        (to / path.name).write_bytes(path.read_bytes())
     state = load_file(folder / "model.safetensors")
-    state |= {key: 1.5 * tensor for key, tensor in state.items() if key.endswith(name)}
-    save_file(state, to / "model.safetensors", {"format": "pt"})
+    changed(copytree(folder, to), {key: 1.5 * tensor for key, tensor in state.items() if key.endswith(name)})
     return to
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specexport.commands.inspect import summary as inspected
 from specexport.contract.errors import BuildError, BundleError, RequestError
@@ -26,7 +26,7 @@ from specexport.tables import show
 from specexport.verify import bundle as module
 from specexport.verify.bundle import Check, VerifyReport, check_graphs, render, verify
 from specexport.verify.logits import LIMITS, TokenAgreement, rounds
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import changed, make_checkpoint
 from tests.manifests import cached_as_the_hub_does, put, relist
 from tests.ways import ways
 
@@ -160,11 +160,10 @@ def test_other_weights_with_fitting_hashes_are_found(copy, model, spoil, failed,
 
 def test_a_model_that_its_precision_broke_is_refused(checkpoints, tmp_path):
     """Weights eight times as large: the same rounding turns nearly every choice."""
-    broken = shutil.copytree(checkpoints["target"], tmp_path / "target")
-    weights = load_file(broken / "model.safetensors")
-    larger = {name: tensor * 8 if tensor.ndim > 1 else tensor for name, tensor in weights.items()}
-    save_file(larger, broken / "model.safetensors")
-    folder = build(BuildOptions(str(broken), tmp_path / "bundle", precision="int4", max_seq_len=128))
+    weights = load_file(checkpoints["target"] / "model.safetensors")
+    larger = {name: tensor * 8 for name, tensor in weights.items() if tensor.ndim > 1}
+    broken = changed(shutil.copytree(checkpoints["target"], tmp_path / "target"), larger)
+    folder = build(BuildOptions(broken, tmp_path / "bundle", precision="int4", max_seq_len=128))
     report = verify(folder, prompts=PROMPTS[:1], max_tokens=2)
     quality = _check(report, "quality")
     assert (quality.result, report.passed) == ("failed", False)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specexport.exporter.build import build
 from specexport.exporter.checkpoints import stored
@@ -29,7 +29,7 @@ from specexport.exporter.options import QUANTIZED, BuildOptions, Storage
 from specexport.exporter.passes.tensorrt import restore_tables
 from specexport.exporter.quantize import apply_scales, column_scales, fit_blocks, fits_half, quantize_blocks
 from specexport.exporter.weights import WeightsFile
-from tests.checkpoints import make_checkpoint, make_heads
+from tests.checkpoints import changed, make_checkpoint, make_heads
 
 pytestmark = pytest.mark.exporter
 
@@ -326,8 +326,7 @@ def halved(tmp_path: Path) -> Path:
     """A checkpoint in bf16 but for its norms, as some are."""
     folder = make_checkpoint(tmp_path / "target", "qwen3")
     state = load_file(folder / "model.safetensors")
-    state = {name: tensor if tensor.ndim == 1 else tensor.to(torch.bfloat16) for name, tensor in state.items()}
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    changed(folder, {name: tensor.to(torch.bfloat16) for name, tensor in state.items() if tensor.ndim > 1})
     return folder
 
 
@@ -378,11 +377,9 @@ def test_a_module_that_fails_holds_nothing(halved, monkeypatch):
 @pytest.mark.parametrize("same", [True, False])
 def test_a_head_stored_beside_its_embedding_is_tied_as_in_transformers(halved, monkeypatch, same):
     monkeypatch.setattr(stored, "LARGE", 1)
-    state = load_file(halved / "model.safetensors")
-    table = state["model.embed_tokens.weight"]
-    state["lm_head.weight"] = table.clone() if same else 2 * table
-    save_file(state, halved / "model.safetensors", {"format": "pt"})
-    model = load_checkpoint(str(halved)).model
+    table = load_file(halved / "model.safetensors")["model.embed_tokens.weight"]
+    stated = table.clone() if same else 2 * table
+    model = load_checkpoint(changed(halved, {"lm_head.weight": stated})).model
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == same
-    for head, name in ((False, "model.embed_tokens.weight"), (True, "lm_head.weight")):
-        assert torch.equal(stored_table(halved, head=head).read(), state[name])
+    for head, expected in ((False, table), (True, stated)):
+        assert torch.equal(stored_table(halved, head=head).read(), expected)
