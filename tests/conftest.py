@@ -207,6 +207,24 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Printed]:
 
 
 @pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Lists what ``note`` makes of the arguments of each call of ``owner.name`` from here on; the calls take place."""
+
+    def watched(owner: Any, name: str, note: Callable[..., Any], into: list[Any] | None = None) -> list[Any]:
+        noted: list[Any] = [] if into is None else into
+        real = getattr(owner, name)
+
+        def called(*arguments: Any, **named: Any) -> Any:
+            noted.append(note(*arguments, **named))
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, called)
+        return noted
+
+    return watched
+
+
+@pytest.fixture
 def whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests verify the trees they ask for, whatever runs beside them: so that a seed says what it says alone."""
     monkeypatch.setattr(SpeculationPolicy, "_share", lambda self, request, others: request.tree)

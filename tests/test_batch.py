@@ -18,7 +18,7 @@ from specexport.runtime.proposal import PLAIN_TREE, SlotView
 from specexport.runtime.request import Request
 from specexport.runtime.scheduler import Slots
 from specexport.runtime.speculation.policy import SpeculationPolicy
-from specexport.runtime.step import StepProgram, StepResult
+from specexport.runtime.step import StepProgram
 from tests.fixtures import Bundles, Engines
 from tests.manifests import curve
 from tests.reference import chi_square_p, exact_texts
@@ -273,16 +273,11 @@ def test_conversations_resume_independently(generous):
             talk += [*got, 11, 12]
 
 
-def test_single_drafts_catch_up_while_drafting(generous, monkeypatch):
+def test_single_drafts_catch_up_while_drafting(generous, spy):
     engine = generous("llama-near-batch")
     program = engine._scheduler._program
-    proposer = engine.proposers["draft_model"]
-    run, runs = proposer.graph.run, list[int]()
+    runs = spy(engine.proposers["draft_model"].graph, "run", lambda tokens, *_, **__: tokens)
     text = [int(token) for token in np.random.default_rng(0).integers(0, 96, 90)]
-
-    def counted(tokens: int, *rest: Any, **more: Any) -> Any:
-        runs.append(tokens)
-        return run(tokens, *rest, **more)
 
     def drafted(slot: int, length: int) -> list[int]:
         runs.clear()
@@ -291,7 +286,6 @@ def test_single_drafts_catch_up_while_drafting(generous, monkeypatch):
         (proposal,) = program.propose([view]).values()
         return [int(token) for token in proposal.tokens]
 
-    monkeypatch.setattr(proposer.graph, "run", counted)
     for slot, missed in enumerate((1, 2, 6, 20), start=1):
         drafted(0, 60)
         shared = drafted(0, 60 + missed)
@@ -302,21 +296,10 @@ def test_single_drafts_catch_up_while_drafting(generous, monkeypatch):
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
-def test_decoding_never_stalls_for_more_than_a_chunk(generous, monkeypatch):
-    calls: list[str] = []
-    real_prefill, real_step = StepProgram.prefill, StepProgram.step
-
-    def prefill(self: StepProgram, sequence: Any, alone: bool = False) -> bool:
-        calls.append("chunk")
-        return real_prefill(self, sequence, alone)
-
-    def step(self: StepProgram, sequences: Any) -> StepResult:
-        calls.append("step")
-        return real_step(self, sequences)
-
+def test_decoding_never_stalls_for_more_than_a_chunk(generous, spy):
     single = generous("llama-near-batch")
-    monkeypatch.setattr(StepProgram, "prefill", prefill)
-    monkeypatch.setattr(StepProgram, "step", step)
+    calls = spy(StepProgram, "prefill", lambda *_, **__: "chunk")
+    spy(StepProgram, "step", lambda *_: "step", into=calls)
     first = single.stream([5, 6, 7], GREEDY.replace(max_tokens=100))
     next(first)
     others = [single.stream(prompt, GREEDY) for prompt in prompts(2, 6, 400)]

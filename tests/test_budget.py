@@ -318,30 +318,26 @@ def test_retries_are_bounded_and_detect_changes(manifest, count, read):
         pytest.fail("nobody speculates again")
 
 
-def test_where_nothing_pays_it_is_not_asked_each_step(manifest):
+def test_where_nothing_pays_it_is_not_asked_each_step(manifest, spy):
     batch = Batch(manifest, curve(manifest, lambda _, tokens: float(tokens)), 2, 8)
-    request: list[bool] = []
-    choose = batch.budget._choose
-    batch.budget._choose = lambda *inputs: (request.append(True), choose(*inputs))
+    asked = spy(batch.budget, "_choose", lambda *_: True)
     for _ in range(100):
         assert batch.step(lambda _: 0) == [1, 1]
-    assert 100 / (MAX_PLAIN_STEPS + 1) <= len(request) <= 100 / (MAX_PLAIN_STEPS + 1) + 4
+    assert 100 / (MAX_PLAIN_STEPS + 1) <= len(asked) <= 100 / (MAX_PLAIN_STEPS + 1) + 4
     # Others are there: it is asked at once.
-    request.clear()
+    asked.clear()
     batch.requests.pop()
     batch.step(lambda _: 0)
-    assert request
+    assert asked
 
 
 @pytest.mark.parametrize(("plain", "longest"), [(3e-3, MAX_PLAIN_STEPS), (6e-4, 16), (1e-5, 32)])
 @pytest.mark.parametrize("repeats", [False, True])
-def test_short_steps_are_evaluated_less_often(manifest, plain, longest, repeats, monkeypatch):
+def test_short_steps_are_evaluated_less_often(manifest, plain, longest, repeats, spy):
     """An evaluation takes a tenth of a millisecond. Look-ups that do not pay are no reason for another."""
     batch = Batch(manifest, curve(manifest, lambda _, tokens: plain * tokens), 1, 8)
     policy, (request,) = batch.budget, batch.requests
-    evaluated: list[bool] = []
-    choose = policy._choose
-    monkeypatch.setattr(policy, "_choose", lambda *inputs: (evaluated.append(True), choose(*inputs)))
+    evaluated = spy(policy, "_choose", lambda *_: True)
     looked_up = [1] * 7 if repeats else []
     request.lookup, policy.look_up = "ngram", lambda *_: looked_up
     for _ in range(400):
@@ -643,13 +639,11 @@ def test_unmeasured_methods_join_a_measured_batch(measured):
         assert (stream.stats.drafted > 0) == drafts
 
 
-def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(measured, monkeypatch):
+def test_where_nothing_pays_a_batch_decodes_plainly_and_drafts_read_nothing(measured, spy):
     from specexport.methods.draft_model import DraftModelProposer
 
     first = measured("llama-near-batch", lambda slots, tokens: 1.0 if slots < 8 else float(tokens))
-    read: list[int] = []
-    real = DraftModelProposer._read_chunk
-    monkeypatch.setattr(DraftModelProposer, "_read_chunk", lambda *inputs: read.append(1) or real(*inputs))
+    read = spy(DraftModelProposer, "_read_chunk", lambda *_: True)
     streams = started(first.stream([5 + at, 9, 30], GREEDY) for at in range(8))
     for stream in streams:
         for _ in stream:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from specexport.contract import reading
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import FORMAT_VERSION, MANIFEST_NAME
-from specexport.contract.reading import changing, check_files, read_manifest, sha256, write_manifest
+from specexport.contract.reading import changing, check_files, read_manifest, write_manifest
 from specexport.runtime import BundleError, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from tests.fixtures import Bundles
@@ -107,11 +108,10 @@ def test_one_altered_byte_is_found_in_any_file(bundle, tmp_path):
     Bundle.open(copy)
 
 
-def test_files_that_were_right_are_hashed_again_only_if_they_were_touched(copy, tmp_path, monkeypatch):
+def test_files_that_were_right_are_hashed_again_only_if_they_were_touched(copy, tmp_path, monkeypatch, spy):
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("specexport.runtime.bundle._TIMESTAMP_RESOLUTION", 0.0)
-    hashed: list[Path] = []
-    monkeypatch.setattr("specexport.contract.reading.sha256", lambda path: hashed.append(path) or sha256(path))
+    hashed = spy(reading, "sha256", lambda path: path)
     Bundle.open(copy)
     assert len(hashed) == len(files_of(copy))
     Bundle.open(copy)

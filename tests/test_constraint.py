@@ -87,34 +87,32 @@ def test_every_node_has_the_mask_of_its_own_path(engine, seed):
     assert fits(engine("llama-near").tokenizer.decode(text))
 
 
-def test_a_tokenizer_is_read_once_and_beforehand(engine, monkeypatch):
-    factory, read = grammars(engine("llama-near")), llguidance.LLTokenizer
-    count = []
-    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *args, **more: count.append(1) or read(*args, **more))
+def test_a_tokenizer_is_read_once_and_beforehand(engine, spy):
+    factory = grammars(engine("llama-near"))
+    read = spy(llguidance, "LLTokenizer", lambda *_, **__: True)
     waiting = [threading.Thread(target=factory.prepare) for _ in range(4)]
     for thread in waiting:
         thread.start()
     for thread in waiting:
         thread.join()
-    assert len(count) == 3  # its texts, and the texts with special tokens and without
+    assert len(read) == 3  # its texts, and the texts with special tokens and without
     factory.constraint("json_schema", "{}")
     factory.constraint("grammar", 'start: "a"', skip_special_tokens=False)
-    assert len(count) == 3
+    assert len(read) == 3
     Grammars(engine("llama-near").tokenizer, 320, []).prepare()  # without an end there is nothing to prepare
 
 
-def test_outputs_of_one_grammar_share_its_compilation(engine, monkeypatch):
-    factory, compiled = grammars(engine("llama-near")), llguidance.LLMatcher
-    count = []
-    monkeypatch.setattr(llguidance, "LLMatcher", lambda *args, **more: count.append(1) or compiled(*args, **more))
-    monkeypatch.setattr(llguidance.LLMatcher, "grammar_from_lark", compiled.grammar_from_lark, raising=False)
+def test_outputs_of_one_grammar_share_its_compilation(engine, monkeypatch, spy):
+    factory, from_lark = grammars(engine("llama-near")), llguidance.LLMatcher.grammar_from_lark
+    compiled = spy(llguidance, "LLMatcher", lambda *_, **__: True)
+    monkeypatch.setattr(llguidance.LLMatcher, "grammar_from_lark", from_lark, raising=False)
     first, second = (factory.constraint("grammar", "start: /[a-c]+/") for _ in range(2))
     letters = [engine("llama-near").tokenizer.token_to_id(letter) for letter in "ab"]
     first.advance(letters)
     second.advance(letters[:1])
-    assert len(count) == 1
+    assert len(compiled) == 1
     factory.constraint("grammar", "start: /[a-c]+/", skip_special_tokens=False)
-    assert len(count) == 2
+    assert len(compiled) == 2
 
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree", "qwen3-medusa"])

@@ -29,7 +29,6 @@ from specexport.methods.eagle3.train import _TrainingTimeTest, draft_losses, ini
 from specexport.methods.hidden_states import StatesProposer
 from specexport.methods.hidden_states.export import trace_own_state
 from specexport.runtime import Engine
-from specexport.runtime.backend import RunShape
 from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.training.predictions import measure_accuracy, weighted_loss
 from specexport.training.run import load_model
@@ -270,24 +269,13 @@ def test_tensors_that_do_not_fit_are_refused_by_name(target, draft, change, reas
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_makes_the_rows_that_are_missing_alone(bundle, monkeypatch):
+def test_a_run_makes_the_rows_that_are_missing_alone(bundle, spy):
     """On the CPU a run is as wide as the text has grown, not as wide as the deepest tree may make it grow."""
-    lengths: list[int] = []
-    widths: list[int] = []
-    propose, run = StatesProposer.propose, OnnxRuntimeGraph.run
-
-    def noted_propose(self: StatesProposer, views: Any) -> Any:
-        lengths.append(len(views[0].tokens))
-        return propose(self, views)
-
-    def noted_run(self: OnnxRuntimeGraph, shape: RunShape) -> Any:
-        widths.extend([shape.tokens] * (shape.drafts > 0))
-        return run(self, shape)
-
     with Engine.load(bundle("dice-eagle3"), threads=1, calibrate=False) as engine:
-        monkeypatch.setattr(StatesProposer, "propose", noted_propose)
-        monkeypatch.setattr(OnnxRuntimeGraph, "run", noted_run)
+        lengths = spy(StatesProposer, "propose", lambda _, views: len(views[0].tokens))
+        shapes = spy(OnnxRuntimeGraph, "run", lambda _, shape: shape)
         engine.generate([5, 7, 9], GREEDY, "eagle3")
+    widths = [shape.tokens for shape in shapes if shape.drafts]
     assert len(widths) == len(lengths) > 2
     assert widths[1:] == np.diff(lengths).tolist()
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from specexport import frontend as frontends
 from specexport.contract.errors import ContextLengthError
 from specexport.frontend import Frontend
 from specexport.runtime.text import TextStream, encode_text
@@ -61,12 +62,8 @@ def frontend(tokenizer: Tokenizer) -> Frontend:
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_of_a_text_that_is_too_long_the_beginning_alone_is_read(name, monkeypatch):
-    read: list[int] = []
-    monkeypatch.setattr(
-        "specexport.frontend.encode_text",
-        lambda tokenizer, text, **options: read.append(len(text)) or encode_text(tokenizer, text, **options),
-    )
+def test_of_a_text_that_is_too_long_the_beginning_alone_is_read(name, spy):
+    read = spy(frontends, "encode_text", lambda tokenizer, text, **_: len(text))
     with pytest.raises(ContextLengthError, match="holds 8 tokens, and its first 128 characters are"):
         frontend(BOUNDED[name]).encode("a b " * 25_000)
     assert read == [127]

@@ -137,16 +137,9 @@ def test_operators_that_round_and_are_not_claimed_are_counted(tmp_path):
     assert kernels.not_claimed(session) == {"Acosh": 2}
 
 
-def test_prompt_remainders_use_narrow_chunks(bundle, monkeypatch):
-    ran = list[tuple[int, int]]()
-    run = OnnxRuntimeGraph.run
-
-    def noted(graph: OnnxRuntimeGraph, shape: RunShape) -> Any:
-        ran.append((shape.tokens, shape.rows))
-        return run(graph, shape)
-
+def test_prompt_remainders_use_narrow_chunks(bundle, spy):
     with Engine.load(bundle("llama-near-batch"), threads=1) as engine:
-        monkeypatch.setattr(OnnxRuntimeGraph, "run", noted)
+        ran = spy(OnnxRuntimeGraph, "run", lambda _, shape: (shape.tokens, shape.rows))
         engine.generate(list(range(5, 15)), GREEDY.replace(max_tokens=3), PLAIN)
         assert engine.manifest.prefill_chunk > 16
     assert ran == [(16, 1), (1, 1), (1, 1), (1, 1)]

@@ -141,20 +141,13 @@ def test_the_device_decides_for_several_at_once(name, load, bundle):
 # --- how it runs ------------------------------------------------------------------------------------------------------
 
 
-def test_logits_stay_on_the_device_unless_the_host_looks_into_them(load, gpu, monkeypatch):
+def test_logits_stay_on_the_device_unless_the_host_looks_into_them(load, gpu, spy):
     gpu.cuda.refuse_capture = True  # so that every copy can be seen
-    copied: list[int] = []
-    copy = api.CudaStream.copy
-
-    def noted(self: api.CudaStream, to: int, source: int, nbytes: int) -> None:
-        copied.append(source)
-        copy(self, to, source, nbytes)
-
     with load("dice-mixed") as on_gpu:
         on_gpu.generate([5, 6, 7, 8], GREEDY)
         target: Any = on_gpu.backend.graphs[0]
         logits = {buffers.outputs.device[tensors.LOGITS].address for buffers in target._buffers.values()}
-        monkeypatch.setattr(api.CudaStream, "copy", noted)
+        copied = spy(api.CudaStream, "copy", lambda _, to, source, nbytes: source)
         on_gpu.generate([5, 6, 7, 8], GREEDY)  # nothing of the prompt is read again
         assert copied and not logits & set(copied)
         on_gpu.generate([5, 6, 7, 8], GREEDY.replace(logprobs=1))

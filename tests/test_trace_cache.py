@@ -37,17 +37,9 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def traced(spy: Callable[..., list[str]]) -> list[str]:
     """Modules that were traced, in order."""
-    actual: list[str] = []
-    export = torch.onnx.export
-
-    def noted(module: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
-        actual.append(type(module).__name__)
-        return export(module, *arguments, **named)
-
-    monkeypatch.setattr(trace.torch.onnx, "export", noted)
-    return actual
+    return spy(torch.onnx, "export", lambda module, *_, **__: type(module).__name__)
 
 
 @pytest.fixture
@@ -158,17 +150,9 @@ Trace = Callable[[str], ir.Model]
 
 
 @pytest.fixture
-def decomposed(monkeypatch: pytest.MonkeyPatch) -> list[torch.export.ExportedProgram]:
+def decomposed(spy: Callable[..., list[Any]]) -> list[torch.export.ExportedProgram]:
     """Programs that were decomposed."""
-    programs: list[torch.export.ExportedProgram] = []
-    decompose = torch.export.ExportedProgram.run_decompositions
-
-    def noted(program: torch.export.ExportedProgram, *arguments: Any, **named: Any) -> torch.export.ExportedProgram:
-        programs.append(program)
-        return decompose(program, *arguments, **named)
-
-    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", noted)
-    return programs
+    return spy(torch.export.ExportedProgram, "run_decompositions", lambda program, *_, **__: program)
 
 
 @pytest.fixture

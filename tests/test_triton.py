@@ -209,12 +209,8 @@ def test_a_request_is_answered_whole_or_in_parts(model, expected_answers):
         assert [outputs["finish_reason"][0] for outputs in responses[-2:]] == [b"", b"length"]
 
 
-def test_special_tokens_of_the_prompt_can_be_left_out(model, monkeypatch):
-    frontend, added = model._engine.frontend, []
-    encode = frontend.encode
-    monkeypatch.setattr(
-        frontend, "encode", lambda text, **options: added.append(options["add_special_tokens"]) or encode(text)
-    )
+def test_special_tokens_of_the_prompt_can_be_left_out(model, spy):
+    added = spy(model._engine.frontend, "encode", lambda text, add_special_tokens: add_special_tokens)
     for parameters in ({}, {"add_special_tokens": False}):
         request = Request(parameters={**PARAMETERS, **parameters})
         model.execute([request])
