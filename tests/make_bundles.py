@@ -89,47 +89,25 @@ DICE_HYBRID: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A target of a family, and how it speculates.
-
-    Attributes:
-        family: of the target.
-        draft: how its draft differs: ``equal``, ``near`` (with noise), ``bad`` (unrelated) or ``other`` (near, and its
-            tokens have other numbers); None for no draft.
-        choices: numbers of draft tokens beside the default.
-        default: draft tokens a step; None where trees say it.
-        config: settings of the family's configuration to replace.
-        heads: whose Medusa heads there are: ``target`` or ``draft``.
-        trees: what they fill.
-        lookups: the ways to look text up.
-        lowering: which operators the graphs are made of.
-        lookahead: W, N and G.
-        self_draft: how many of the target's layers draft.
-        speculator: whether it has an MLP speculator.
-        eagle3: whether it has an EAGLE-3 draft.
-        dflash: whether it has a DFlash draft.
-        mtp: whether its checkpoint holds an MTP layer, which drafts.
-        batch: most requests that run at once.
-        embeds: whether prompts may hold embeddings.
-        backend: what it is meant to run on.
-    """
+    """A target of a family, and how it speculates."""
 
     family: str
-    draft: str | None
-    choices: tuple[int, ...] = ()
-    default: int | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    heads: str | None = None
-    trees: tuple[TokenTree, ...] = ()
+    draft: str | None  # equal, near (with noise), bad (unrelated), other (near, and its tokens have other numbers)
+    choices: tuple[int, ...] = ()  # numbers of draft tokens beside the default
+    default: int | None = None  # draft tokens a step; None where trees say it
+    config: dict[str, Any] = field(default_factory=dict)  # settings of the family's configuration to replace
+    heads: str | None = None  # whose Medusa heads there are: target or draft
+    trees: tuple[TokenTree, ...] = ()  # what they fill
     lookups: tuple[str, ...] = ()
     lowering: LoweredAs = "native"
-    lookahead: tuple[int, int, int] | None = None
-    self_draft: int | None = None
+    lookahead: tuple[int, int, int] | None = None  # W, N and G
+    self_draft: int | None = None  # how many of the target's layers draft
     speculator: bool = False
     eagle3: bool = False
     dflash: bool = False
     mtp: bool = False
     batch: int = 1
-    embeds: bool = False
+    embeds: bool = False  # whether prompts may hold embeddings
     backend: BackendName = "onnxruntime"
 
 
@@ -175,37 +153,15 @@ RECIPES = {
     **{f"dice-{text}": Recipe("llama", None, (1, 3), 5, DICE, lookups=(text,)) for text in _TEXTS},
 }
 BATCHED = [
-    "llama-near",
-    "gpt2-tree",
-    "qwen3-medusa",
-    "qwen3-medusa-draft",
-    "qwen3-lookup",
-    "qwen3_5_text-hybrid",
-    "dice-near",
-    "dice-mixed",
-    "dice-medusa",
-    "dice-mlp",
-    "dice-eagle3",
-    "dice-dflash",
-    "dice-mtp",
-    "dice-hybrid",
+    *("llama-near", "gpt2-tree", "qwen3-medusa", "qwen3-medusa-draft", "qwen3-lookup", "qwen3_5_text-hybrid"),
+    *("dice-near", "dice-mixed", "dice-medusa", "dice-mlp", "dice-eagle3", "dice-dflash", "dice-mtp", "dice-hybrid"),
 ]
 RECIPES["dice-mtp-cuda"] = dataclasses.replace(RECIPES["dice-mtp"], backend="onnxruntime-cuda")
 RECIPES |= {f"{name}-batch": dataclasses.replace(RECIPES[name], batch=8) for name in BATCHED}
 """With eight slots."""
 PORTABLE = [
-    "llama-near",
-    "llama-near-batch",
-    "gemma2-equal",
-    "gpt2-tree",
-    "qwen3-medusa",
-    "qwen3-medusa-draft",
-    "lfm2-hybrid",
-    "dice-mixed",
-    "dice-mixed-batch",
-    "dice-eagle3",
-    "dice-dflash",
-    "dice-hybrid",
+    *("llama-near", "llama-near-batch", "gemma2-equal", "gpt2-tree", "qwen3-medusa", "qwen3-medusa-draft"),
+    *("lfm2-hybrid", "dice-mixed", "dice-mixed-batch", "dice-eagle3", "dice-dflash", "dice-hybrid"),
 ]
 """These are there lowered portably too, as ``{name}-portable``."""
 _CHAINS = (3, 2, 1)

@@ -26,6 +26,7 @@ from specexport.exporter.records import PACKAGES, RECORDS, Records, fingerprint
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.fixtures import Bundles
 from tests.make_bundles import DICE
+from tests.threads import python
 
 pytestmark = pytest.mark.exporter
 
@@ -427,4 +428,4 @@ def test_it_imports_no_heavy_packages():
         "import sys; from specexport.exporter.records import fingerprint; fingerprint(); "
         "print([name for name in ('torch', 'transformers', 'onnx') if name in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert python(code) == "[]\n"

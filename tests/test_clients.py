@@ -385,19 +385,3 @@ def test_pages_of_other_origins_are_let_in_by_name(running):
         assert settings.headers.get("access-control-allow-origin") == allowed
         answer = httpx.get(f"{running.url}/health", headers={"Origin": origin})
         assert answer.headers.get("access-control-allow-origin") == allowed
-
-
-def test_eagle3_answers_the_official_client(bundle):
-    """By default, with fewer draft tokens and without any, streamed and in one answer: the same text."""
-    with served(bundle("dice-eagle3")) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0)
-        fields: dict[str, Any] = {"model": NAME, "prompt": [7, 9, 11, 5], "max_tokens": 24, "temperature": 0.0}
-        ways = ({}, {"method": "eagle3", "num_speculative_tokens": 3}, {"num_speculative_tokens": 0})
-        bodies = [{"speculative": speculation} if speculation else {} for speculation in ways]
-        texts = [client.completions.create(**fields, extra_body=body).choices[0].text for body in bodies]
-        streamed = client.completions.create(**fields, stream=True)
-        texts.append("".join(chunk.choices[0].text for chunk in streamed if chunk.choices))
-        assert len(set(texts)) == 1
-        shown = httpx.get(f"{server.url}/metrics").text
-    accepted = [line for line in shown.splitlines() if "num_accepted_tokens" in line and not line.startswith("#")]
-    assert accepted and float(accepted[0].split()[-1]) > 0, accepted

@@ -4,14 +4,13 @@ import ast
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import specexport
+from tests.threads import python
 
 FORBIDDEN = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "scipy", "safetensors", "huggingface_hub")
 
@@ -34,22 +33,15 @@ print(json.dumps([before, imported, found(), exported, tokens]))
 """
 
 
-def run(program: str, *arguments: str) -> str:
-    """What a program prints in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_generating_loads_nothing_the_exporter_needs(bundle):
-    out = run(PROGRAM, str(bundle("dice-near")), *FORBIDDEN)
+    out = python(PROGRAM, str(bundle("dice-near")), *FORBIDDEN)
     assert json.loads(out.splitlines()[-1]) == [[], [], [], [], 9]
 
 
 def test_the_backend_is_loaded_with_the_first_bundle():
     """Importing is quick, and a missing backend is reported by ``load``, not by the import."""
     program = "import sys, specexport.runtime; specexport.LLM; print('onnxruntime' in sys.modules)"
-    assert run(program).strip() == "False"
+    assert python(program).strip() == "False"
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = specexport.Nothing
 
@@ -80,7 +72,7 @@ def test_devices_compile_engines_without_torch(bundle, tmp_path):
     from tests.step_program import for_onnxruntime
 
     folder = for_onnxruntime(shutil.copytree(bundle("dice-near"), tmp_path / "bundle"))
-    assert int(run(BLOCKED, str(folder))) >= 2
+    assert int(python(BLOCKED, str(folder))) >= 2
 
 
 # --- modules that tests never load, as those for GPU hosts ------------------------------------------------------------

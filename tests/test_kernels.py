@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import onnxruntime
 import pytest
 
-from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.onnxruntime import kernels
 from specexport.runtime.backends.onnxruntime.kernels import PackedWeights
 
@@ -70,17 +69,6 @@ def test_the_server_says_at_its_start_which_kernels_compute(bundle):
                 process.terminate()
         assert process.wait(30) == 0
     assert sum(line.endswith(f"Kernels: {ALONE}SPECEXPORT_KERNELS is 0\n") for line in lines) == 1
-
-
-@needs_library
-def test_texts_are_the_same_without_them(bundle, monkeypatch):
-    def text() -> tuple[int, ...]:
-        with Engine.load(bundle("llama-near"), threads=1, calibrate=False) as engine:
-            return tuple(engine.generate([5, 6, 7, 8], SamplingParams(max_tokens=12, temperature=0.0)).token_ids)
-
-    ours = text()
-    monkeypatch.setattr(kernels, "LIBRARY", Path("nowhere.so"))
-    assert text() == ours
 
 
 def test_packed_weights_are_looked_for_kept_and_forgotten(tmp_path, monkeypatch):

@@ -39,16 +39,6 @@ def test_logprobs_equal_transformers(name, engine, oracle):
             assert [value for _, value in entry.top] == pytest.approx(expected[order[:4]].tolist(), abs=1e-4)
 
 
-def test_speculation_does_not_change_them(engine):
-    params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=2, ignore_eos=True)
-    fast, plain = (engine("llama-near").generate([17, 180, 33], params, None if on else PLAIN) for on in (True, False))
-    assert fast.stats.accepted > 0
-    assert [entry.token for entry in fast.logprobs] == list(fast.token_ids) == list(plain.token_ids)
-    for item, other in zip(fast.logprobs, plain.logprobs, strict=True):
-        assert item.logprob == pytest.approx(other.logprob, abs=1e-4)
-        assert item.rank == other.rank == 1
-
-
 def test_logprobs_are_optional_and_zero_gives_the_tokens(engine):
     llama = engine("llama-near")
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)

@@ -332,16 +332,8 @@ def test_requests_default_to_the_bundles_thresholds(both):
 def test_build_run_and_inspect(tmp_path, checkpoints, cli):
     tree, out = tmp_path / "tree.json", tmp_path / "bundle"
     tree.write_text("[[0], [1], [0, 0], [0, 0, 0]]")
-    words = [
-        "--target",
-        checkpoints["target"],
-        "--medusa",
-        checkpoints["heads"],
-        "-o",
-        str(out),
-        "--max-seq-len",
-        "128",
-    ]
+    models = ("--target", checkpoints["target"], "--medusa", checkpoints["heads"])
+    words = [*models, "-o", str(out), "--max-seq-len", "128"]
     shown = cli("build", *words, "--tree", tree, "--num-speculative-tokens", "2,6").words
     assert "medusa, 3 heads" in shown
     assert "4 draft tokens a step in a tree of depth 3, verified 5 at a time" in shown

@@ -92,17 +92,8 @@ def build(source: Path, output: Path, **more: str) -> tuple[Path, Path]:
     shutil.rmtree(source / "specexport.egg-info", ignore_errors=True)
     output.mkdir()
     for hook in ("build_sdist", "build_wheel"):
-        run(
-            sys.executable,
-            "-c",
-            BUILD,
-            hook,
-            output,
-            cwd=source,
-            SOURCE_DATE_EPOCH="1700000000",
-            CXXFLAGS="-O0",
-            **more,
-        )
+        settings = {"SOURCE_DATE_EPOCH": "1700000000", "CXXFLAGS": "-O0", **more}
+        run(sys.executable, "-c", BUILD, hook, output, cwd=source, **settings)
     (wheel,) = output.glob("*.whl")
     return output / f"{NAME}.tar.gz", wheel
 

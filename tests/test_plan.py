@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from specexport.exporter.plan import DEVICES, EFFICIENCY, DeviceLimits, DevicePl
 from tests.checkpoints import GROUPED, make_checkpoint, make_dflash, make_eagle3, make_heads, make_mtp
 from tests.hub import hub
 from tests.test_mixtures import MIXTURES
+from tests.threads import python
 
 pytestmark = pytest.mark.exporter
 
@@ -193,14 +192,8 @@ def test_invalid_configurations_are_named(tmp_path):
 
 def test_plan_of_a_bundle_needs_no_torch(bundle):
     folder = bundle("llama-near")
-    program = (
-        "import sys\nfrom specexport.cli import main\ncode = main(sys.argv[1:])\n"
-        "assert not {'torch', 'transformers', 'onnxruntime'} & set(sys.modules)\nsys.exit(code)"
-    )
-    words = ["plan", "--target", str(folder), "--device", "orin-nano-8gb", "--acceptance", "0.5", "--json"]
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+    words = ["plan", "--target", folder, "--device", "orin-nano-8gb", "--acceptance", "0.5", "--json"]
+    document = json.loads(answered(*words))
     target, draft = document["models"]
     assert target["weights"] == (folder / "target" / "weights.bin").stat().st_size
     assert draft["weights"] == (folder / "draft" / "weights.bin").stat().st_size
@@ -252,6 +245,15 @@ def test_suggest_takes_a_bundle(bundle, monkeypatch, cli):
 # --- without weights --------------------------------------------------------------------------------------------------
 
 
+def answered(*words: object) -> str:
+    """What a command prints in a process of its own, where none of these can be imported."""
+    program = (
+        "import sys\nsys.modules |= dict.fromkeys(('torch', 'transformers', 'onnxruntime'))\n"
+        "from specexport.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    return python(program, *words)
+
+
 def test_a_configuration_is_all_that_suggest_and_plan_need(tmp_path, tied, cli):
     """Weights may be cut off, or not there at all."""
     large = make_checkpoint(tmp_path / "large", "qwen3", num_hidden_layers=16)
@@ -269,13 +271,8 @@ def test_a_configuration_is_all_that_suggest_and_plan_need(tmp_path, tied, cli):
 
 
 def test_bundles_need_no_torch(bundle):
-    folder = str(bundle("llama-near"))
-    program = (
-        "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from specexport.cli import main\nsys.exit(main(sys.argv[1:]))"
-    )
-    for words in (["suggest", folder], ["plan", folder, "--device", "orin-nano-8gb"]):
-        assert subprocess.run([sys.executable, "-c", program, *words], check=False).returncode == 0
+    assert answered("suggest", bundle("llama-near"))
+    assert answered("plan", bundle("llama-near"), "--device", "orin-nano-8gb")
 
 
 def test_of_the_hub_no_weights_are_fetched(tmp_path, tied, cli):

@@ -1,8 +1,6 @@
 """The execution provider of kernels/plugin.cc on the real onnxruntime, around a plain program."""
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from specexport.runtime.backends.onnxruntime import kernels  # noqa: E402
 from tests.reference import plain_session  # noqa: E402
+from tests.threads import python  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 FLOAT = TensorProto.FLOAT
@@ -166,5 +165,4 @@ def test_weights_that_are_claimed_are_held_by_no_other(tmp_path):
     held += f"kernels.LIBRARY = Path({str(kernels.LIBRARY)!r}); options = ort.SessionOptions()\n"
     held += f"assert kernels.add_kernels(options, 1); session = ort.InferenceSession({str(path)!r}, options)\n"
     held += "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmRSS')))"
-    resident = int(subprocess.run([sys.executable, "-c", held], capture_output=True, text=True, check=True).stdout)
-    assert resident < 100_000, "kB, of which the weights would be 64 MiB, and as much again as they are read"
+    assert int(python(held)) < 100_000, "kB, of which the weights would be 64 MiB, and as much again as they are read"

@@ -6,8 +6,6 @@ import importlib.util
 import inspect
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from tests import tensorrt_stand_in
 from tests.compiled import compiled
 from tests.streams import started, tokens_of
 from tests.tensorrt_stand_in import TensorRT, installed
+from tests.threads import python
 
 pytestmark = pytest.mark.exporter  # which compiles their engines
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -138,12 +137,8 @@ except BackendError as error:
 
 def test_engines_need_no_onnxruntime(bundle, gpu):
     """A process in which it cannot be imported comes as far as the missing driver, or the engines' version."""
-    folder = compiled(bundle("llama-near"), gpu.folder)
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_ONNXRUNTIME, str(folder)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search("no NVIDIA driver was found|tensorrt_rtx|TensorRT", done.stdout), done.stdout
+    printed = python(WITHOUT_ONNXRUNTIME, compiled(bundle("llama-near"), gpu.folder))
+    assert re.search("no NVIDIA driver was found|tensorrt_rtx|TensorRT", printed), printed
 
 
 def test_engines_are_chosen_by_device():

@@ -146,30 +146,19 @@ def test_deep_nesting_is_refused_by_name(engine, levels):
 
 
 def test_numbers_of_numpy_are_numbers(engine):
-    params = SamplingParams(
-        max_tokens=np.int64(6),
-        temperature=np.float32(0.5),
-        top_p=np.float64(0.9),
-        top_k=np.int32(4),
-        seed=np.uint64(3),
-        stop=np.array(["xyz"]),
-        stop_token_ids=np.array([9]),
-        logit_bias={np.int64(8): np.float32(0.5)},
-        logprobs=np.array(2),
-        ignore_eos=np.bool_(True),
-    )
-    same = SamplingParams(
-        max_tokens=6,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=4,
-        seed=3,
-        stop=("xyz",),
-        stop_token_ids=(9,),
-        logit_bias={8: 0.5},
-        logprobs=2,
-        ignore_eos=True,
-    )
+    fields: dict[str, tuple[Any, Any]] = {
+        "max_tokens": (np.int64(6), 6),
+        "temperature": (np.float32(0.5), 0.5),
+        "top_p": (np.float64(0.9), 0.9),
+        "top_k": (np.int32(4), 4),
+        "seed": (np.uint64(3), 3),
+        "stop": (np.array(["xyz"]), ("xyz",)),
+        "stop_token_ids": (np.array([9]), (9,)),
+        "logit_bias": ({np.int64(8): np.float32(0.5)}, {8: 0.5}),
+        "logprobs": (np.array(2), 2),
+        "ignore_eos": (np.bool_(True), True),
+    }
+    params, same = (SamplingParams(**{name: pair[at] for name, pair in fields.items()}) for at in (0, 1))
     assert params == same
     assert engine(NAME).generate(IDS, params).token_ids == engine(NAME).generate(IDS, same).token_ids
     schema = SamplingParams(json_schema={"enum": [np.int64(3), np.float32(0.5)], "items": np.array([1, 2])})

@@ -1,7 +1,6 @@
 """Quantization, the weights file, and matrices that are in memory only while they are read."""
 
 import hashlib
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from specexport.exporter.passes.tensorrt import restore_tables
 from specexport.exporter.quantize import apply_scales, column_scales, fit_blocks, fits_half, quantize_blocks
 from specexport.exporter.weights import WeightsFile
 from tests.checkpoints import changed, make_checkpoint, make_heads
+from tests.threads import python
 
 pytestmark = pytest.mark.exporter
 
@@ -248,9 +248,8 @@ def test_building_takes_at_most_1_6_times_the_memory_of_the_fp32_weights(tmp_pat
     calibration = 4 * 4 * sizes["intermediate_size"] ** 2 if precision == "int4" else 0
     source = make_checkpoint(tmp_path / "model", "llama", **sizes)
     weights = (source / "model.safetensors").stat().st_size
-    words = [sys.executable, "-c", MEASURE, str(source), str(tmp_path / "bundle"), precision]
-    out = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-    assert 0.2 * weights < int(out.stdout.split()[-1]) <= 1.6 * weights + calibration
+    peak = int(python(MEASURE, source, tmp_path / "bundle", precision).split()[-1])
+    assert 0.2 * weights < peak <= 1.6 * weights + calibration
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Work in other threads and processes that must not hang."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +11,14 @@ Answer = TypeVar("Answer")
 
 JOIN = 120.0
 """Seconds after which a thread that should have ended is taken to hang."""
+
+
+def python(program: str, *words: object) -> str:
+    """What a program prints in a process of its own, which is to succeed."""
+    command = [sys.executable, "-c", program, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5 * JOIN)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def wait_until(done: Callable[[], Answer], otherwise: str, every: float = 0.01) -> Answer:

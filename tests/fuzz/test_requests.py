@@ -83,20 +83,19 @@ def test_requests(fuzz, running, harm):
 
 
 def test_variables_of_a_chat_template(fuzz, running):
-    names = st.sampled_from(
-        [
-            "self",
-            "messages",
-            "tools",
-            "add_generation_prompt",
-            "bos_token",
-            "range",
-            "loop",
-            "args",
-            "kwargs",
-            "context",
-        ]
-    ) | st.text(max_size=8)
+    known = (
+        "self",
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "bos_token",
+        "range",
+        "loop",
+        "args",
+        "kwargs",
+        "context",
+    )
+    names = st.sampled_from(known) | st.text(max_size=8)
     values = st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=5),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

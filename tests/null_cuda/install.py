@@ -84,12 +84,7 @@ def _compiled(root: Path, include: Path) -> Path:
         versions.write_text(f"{soname} {{ global: *; }};", encoding="utf-8")
         _run(
             [
-                "gcc",
-                "-std=gnu11",
-                "-O2",
-                "-fPIC",
-                "-shared",
-                "-Wall",
+                *("gcc", "-std=gnu11", "-O2", "-fPIC", "-shared", "-Wall"),
                 f"-I{include}",
                 str(SOURCES / source),
                 "-lpthread",
