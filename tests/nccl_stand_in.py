@@ -59,7 +59,6 @@ class Communicator:
         self._cuda = cuda
         self.capsule = self  # what the stand-in of TensorRT takes
         self.rank, self.ranks = rank, ranks
-        self.met = 0
         self._peers = peers
         self._closed = threading.Event()
 
@@ -86,7 +85,6 @@ class Communicator:
         whole = np.empty(
             (*part.shape[:-1], part.shape[-1] * (1 if name.startswith("sum.") else self.ranks)), part.dtype
         )
-        self.met += 1
         try:
             if self.rank:
                 self._peers[0].sendall(part.tobytes())

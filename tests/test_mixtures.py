@@ -25,6 +25,7 @@ from specexport.exporter.options import BuildOptions, CompileOptions, Storage
 from specexport.exporter.passes import simplify
 from specexport.exporter.passes.experts import lower_experts
 from specexport.graphs.step import StepModule
+from specexport.runtime.backends.onnxruntime import kernels
 from tests.checkpoints import GROUPED, WINDOW, changed, make_checkpoint
 from tests.engine_bundles import SMALL
 from tests.reference import plain_session
@@ -205,19 +206,21 @@ def test_a_mixture_compiles(tmp_path, kind):
     assert len(experts) == 2 and all({node.op_type for node, _ in value.uses()} == {"Gather"} for value in experts)
 
 
+@pytest.mark.parametrize("ours", [False, True], ids=["onnxruntime's kernels", "ours"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_is_the_same_whatever_runs_beside_it(tmp_path, form):
+def test_a_row_is_the_same_whatever_runs_beside_it(tmp_path, form, ours):
+    """Bit for bit on kernels of ours."""
     folder = make_checkpoint(tmp_path, "mixtral", **MIXTURES["mixtral"])
     loaded = load_checkpoint(str(folder))
     ir.save(_step_graph(loaded, branches=FORMS[form]), folder / "step.onnx")
     text = random_text(16, 5)
-    wide = Graph(folder / "step.onnx", loaded, 1, 32).step(np.array([text]), [0], TokenTree.chain(16))[0]
+    wide = Graph(folder / "step.onnx", loaded, 1, 32, ours).step(np.array([text]), [0], TokenTree.chain(16))[0]
     for width in (1, 2, 3, 4, 8):
-        graph = Graph(folder / "step.onnx", loaded, 1, 32)
+        graph = Graph(folder / "step.onnx", loaded, 1, 32, ours)
         parts = [(at, text[at : at + width]) for at in range(0, 16, width)]
         rows = [graph.step(np.array([part]), [at], TokenTree.chain(len(part)))[0] for at, part in parts]
         difference = np.abs(np.concatenate(rows) - wide).max()
-        assert difference < TOLERANCE, width
+        assert difference <= (0 if ours and kernels.LIBRARY.is_file() else TOLERANCE), width
 
 
 def test_a_graph_that_is_not_finite_is_not_built(tmp_path, tmp_path_factory, monkeypatch):
