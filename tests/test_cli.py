@@ -88,8 +88,8 @@ def test_trees_of_methods_over_text(bundle, tmp_path, cli):
     printed = cli("draw", plain, "-o", tmp_path / "tree.svg", status=1)
     assert "built without a method; name one of hypothesis, ngram, suffix as --method" in printed.err
     assert not (tmp_path / "tree.svg").exists()
-    assert main(["draw", "mc_sim_7b_63", "-o", "tree.pdf"]) == 1
-    assert "--output is tree.pdf, but SVG is written; name it tree.svg" in capsys.readouterr().err
+    printed = cli("draw", "mc_sim_7b_63", "-o", "tree.pdf", status=1)
+    assert "--output is tree.pdf, but SVG is written; name it tree.svg" in printed.err
     for name, method in (("dice-ngram", "ngram"), ("qwen3-lookahead", "lookahead")):
         printed = cli("tune", "tree", bundle(name), "--dry-run", "--data", tmp_path / "any", status=1)
         assert f"--method is '{method}', whose steps follow from its options" in printed.err
