@@ -91,6 +91,9 @@ def on_the_edge(logits: np.ndarray, params: SamplingParams) -> bool:
     """Whether rounding decides what top-p or min-p keep (by chance only: ties in whole numbers do not round)."""
     if params.greedy:
         return False
+    p = warped(logits, params.replace(top_k=0, top_p=1.0, min_p=0.0))
+    if len(set(logits[p > 0].tolist())) > len(set(p[p > 0].tolist())):  # logits that differ by less than p can tell
+        return True
     after_top_k = np.sort(warped(logits, params.replace(top_p=1.0, min_p=0.0)))[::-1]
     reached = np.abs(np.cumsum(after_top_k) - params.top_p).min() < 1e-9
     relative = after_top_k / after_top_k[0]

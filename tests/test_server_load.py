@@ -139,10 +139,11 @@ def test_large_bodies_are_in_hand_up_to_a_bound(folder):
         wait_until(lambda: not refused(server), "what vanished clients had sent is still counted")
 
 
-def sent(url: str, body: dict[str, Any], version: str = "1.1") -> socket.socket:
-    """Sends a whole request, whose connection the client would keep."""
+def sent(url: str, body: dict[str, Any], version: str = "1.1", held: bool = False) -> socket.socket:
+    """Sends a whole request, whose connection the client would keep; ``held``: together with what follows."""
     content = json.dumps(body).encode()
     result = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60)
+    result.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, held)
     head = f"POST /v1/completions HTTP/{version}\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
     result.sendall(f"{head}{len(content)}\r\n\r\n".encode() + content)
     return result
@@ -150,7 +151,7 @@ def sent(url: str, body: dict[str, Any], version: str = "1.1") -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_ends_its_side_is_answered(running, stream):
-    with sent(running.url, LONG | {"max_tokens": 40, "stream": stream}) as client:
+    with sent(running.url, LONG | {"max_tokens": 40, "stream": stream}, held=True) as client:
         client.shutdown(socket.SHUT_WR)
         with client.makefile("rb") as file:
             interim, answer = file.read().split(b"\r\n\r\n", 1)

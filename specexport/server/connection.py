@@ -6,7 +6,7 @@ import socket
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-_TICK = 0.1
+_TICK = 0.02
 """Seconds between two looks at whether a client is still there."""
 
 
