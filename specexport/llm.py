@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import shutil
 import sys
 import threading
@@ -223,15 +222,10 @@ class LLM:
     def _complete(self, streams: list[Stream], use_tqdm: bool) -> list[Completion]:
         """Runs streams to their ends, as many at once as the engine has slots."""
         size = shutil.get_terminal_size()  # tqdm shows nothing in a terminal of unknown size
-        bar = tqdm(
-            total=len(streams),
-            desc="generating",
-            # A program without a console has no standard error.
-            disable=None if use_tqdm and streams and sys.stderr is not None else True,
-            file=sys.stderr or io.StringIO(),
-            ncols=size.columns,
-            nrows=size.lines,
-        )
+        shown = use_tqdm and streams and sys.stderr is not None  # which a program without a console lacks
+        columns, lines = size.columns, size.lines
+        # A disabled bar would start a thread too.
+        bar = tqdm(total=len(streams), desc="generating", disable=None, ncols=columns, nrows=lines) if shown else None
         waiting = deque(enumerate(streams))
         ended: SimpleQueue[tuple[int, Completion | BaseException]] = SimpleQueue()
 
@@ -248,16 +242,20 @@ class LLM:
         count = min(len(streams), self._frontend.engine.slots)
         threads = [threading.Thread(target=work, name="specexport-request", daemon=True) for _ in range(count)]
         completions: dict[int, Completion] = {}
-        with bar:
+        with bar or contextlib.nullcontext():
             try:
-                for thread in threads:
-                    thread.start()
+                try:
+                    for thread in threads:
+                        thread.start()
+                except RuntimeError:  # from 3.12 on none starts once the main thread has ended
+                    work()
                 while len(completions) < len(streams):
                     at, result = ended.get()
                     if isinstance(result, BaseException):
                         raise result
                     completions[at] = result
-                    bar.update()
+                    if bar is not None:
+                        bar.update()
             except BaseException:
                 waiting.clear()
                 for stream in streams:

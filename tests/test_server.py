@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -597,7 +598,7 @@ def test_too_many_outputs_are_refused_before_any_is_prepared(tiny, http, monkeyp
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_frees_its_slot(tiny, streamed):
-    body = {"prompt": "a", "max_tokens": 500, "temperature": 0, "ignore_eos": True, "stream": streamed, "n": 3}
+    body = {"prompt": "a", "max_tokens": 500, "temperature": 0, "ignore_eos": True, "stream": streamed, "n": 32}
     engine = tiny.service.engine
     tiny.idle()
     before = _tokens(tiny)
@@ -613,7 +614,7 @@ def test_a_client_that_leaves_frees_its_slot(tiny, streamed):
             http.close()
             thread.join(120)
     tiny.idle()
-    assert _tokens(tiny) - before < 1400
+    assert _tokens(tiny) - before < 15000
 
 
 def _left(http: httpx.Client, body: dict[str, Any]) -> None:
@@ -714,7 +715,8 @@ def test_requests_choose_among_templates(bundle, tmp_path):
 
 
 def _stream(url: str, max_tokens: int, events: list[str], begun: threading.Event) -> None:
-    body = {"prompt": "a", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    # Many, as one would end before the server does.
+    body = {"prompt": "a", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True, "n": 32}
     with httpx.Client(base_url=url, timeout=120) as http, http.stream("POST", "/v1/completions", json=body) as answer:
         for line in answer.iter_lines():
             if line:
@@ -759,7 +761,7 @@ def test_requests_during_shutdown_are_refused(folder, caplog, monkeypatch):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
         assert int(answer.headers["retry-after"]) > 0
         assert client.get(f"{running.url}/health").status_code == 200
-        assert "Waiting at most 60 seconds for 1 request to finish" in caplog.text
+        assert re.search(r"Waiting at most 60 seconds for \d+ requests? to finish", caplog.text)
     thread.join(120)
     assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
 
