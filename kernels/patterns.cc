@@ -217,6 +217,8 @@ std::map<int, AttentionInParts> find_attention(const Graph& graph, const Uses& u
     float softcap = 0;
     const Node* scores = biased ? search.from(uncapped(search, biased->inputs[0], &softcap), "Concat") : nullptr;
     if (!scores || scores->inputs.size() != 2) continue;
+    auto along_rows = [](const Node* node) { return node->integer("axis", -1) == -1 || node->integer("axis", -1) == 3; };
+    if (!along_rows(scores) || !along_rows(softmax) || !along_rows(split)) continue;
     const Scores cached = scaled_product(search, scores->inputs[0]), later = scaled_product(search, scores->inputs[1]);
     if (cached.keys < 0 || later.keys < 0 || cached.query != later.query || cached.scale != later.scale) continue;
     const int mask = mask_of_bias(search, biased->inputs[1]);

@@ -49,7 +49,7 @@ SIZES = (1, 2, 4, 8)
 
 
 def proposers(manifest: Manifest) -> dict[str, Proposer]:
-    """Ways to propose that nothing is asked of."""
+    """Ways to propose that nothing is choices of."""
     return {
         method_name(method): cast(Any, SimpleNamespace(method=method, reads_along=0))
         for method in (*manifest.methods, for_bundle(Ngram(), manifest.target))
@@ -112,7 +112,7 @@ def test_flat_costs_lead_to_full_k_and_steep_ones_to_none(manifest):
 def test_requested_draft_tokens_are_a_maximum(manifest):
     free = curve(manifest, lambda *_: 1.0)
     assert Batch(manifest, free, 2, 3).step(lambda k: k) == [3, 3]
-    # Each token costs as much as one accepted is worth; where all are accepted, none of what was asked pays.
+    # Each token costs as much as one accepted is worth; where all are accepted, none of what was choices pays.
     dear = curve(manifest, lambda _, tokens: float(tokens))
     assert Batch(manifest, dear, 1, 5).step(lambda k: k) == [1]
 
@@ -320,15 +320,15 @@ def test_retries_are_bounded_and_detect_changes(manifest, count, read):
 
 def test_where_nothing_pays_it_is_not_asked_each_step(manifest, spy):
     batch = Batch(manifest, curve(manifest, lambda _, tokens: float(tokens)), 2, 8)
-    asked = spy(batch.budget, "_choose", lambda *_: True)
+    choices = spy(batch.budget, "_choose", lambda *_: True)
     for _ in range(100):
         assert batch.step(lambda _: 0) == [1, 1]
-    assert 100 / (MAX_PLAIN_STEPS + 1) <= len(asked) <= 100 / (MAX_PLAIN_STEPS + 1) + 4
-    # Others are there: it is asked at once.
-    asked.clear()
+    assert 100 / (MAX_PLAIN_STEPS + 1) <= len(choices) <= 100 / (MAX_PLAIN_STEPS + 1) + 4
+    # Others are there: it is choices at once.
+    choices.clear()
     batch.requests.pop()
     batch.step(lambda _: 0)
-    assert asked
+    assert choices
 
 
 @pytest.mark.parametrize(("plain", "longest"), [(3e-3, MAX_PLAIN_STEPS), (6e-4, 16), (1e-5, 32)])
