@@ -27,7 +27,7 @@ Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 """The share of the probability that a filter keeps."""
 Penalty = Annotated[float, Meta(ge=0.01, le=100.0)]
 _Suppressed = tuple[Annotated[int, Meta(ge=-_MOST, le=_MOST)], ...]
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 MANIFEST_NAME = "specexport.json"
 _FILTERS = frozenset({"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"})
 _LONGEST = 80

@@ -210,6 +210,7 @@ class Model(Strict, frozen=True):
         max_positions: longest sequence that the model supports.
         cache: one entry for each layer with attention.
         weights: the weights file, shared by all its graphs.
+        shared_bytes: bytes of a draft's weights that lie in the target's file, as the target has the same.
         graph: a step graph for a target, a propose graph for a draft.
         engines: that graph, compiled for devices.
         embedding_size: H of the embeddings that its step graph can read instead of tokens; None if it reads none.
@@ -227,6 +228,7 @@ class Model(Strict, frozen=True):
     cache: tuple[CacheLayer, ...]
     weights: str
     graph: GraphFiles
+    shared_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     engines: tuple[CompiledEngine, ...] = ()
     embedding_size: Size | None = None
     states: tuple[StateLayer, ...] = ()

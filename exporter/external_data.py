@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 INLINE_BYTES = 1024
 """Constants up to this size stay in the graph: shapes, axes, scales of one element."""
 Chunks = Iterator[npt.NDArray[np.generic]]
+Places = Mapping[int, Sequence[tuple[Path, int]]]
+"""The files and offsets of stored tensors, by their sizes in bytes."""
 _ALIGN = 4096
 
 
@@ -25,11 +28,16 @@ class DataFile:
 
     Args:
         path: the file; graphs that refer to it must lie in the same folder.
+        shared: tensors in other files of the folder; those that equal them are not stored again.
+
+    Attributes:
+        shared_bytes: the size of the tensors that were found in other files.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: BinaryIO = path.open("wb")
+    def __init__(self, path: Path, shared: Places | None = None) -> None:
+        self._path, self._shared = path, shared or {}
+        self.shared_bytes = 0
+        self._file: BinaryIO = path.open("w+b")
         # Offsets by size and hash, so that graphs of one model share equal tensors.
         self._places: dict[tuple[int, bytes], int] = {}
 
@@ -49,15 +57,38 @@ class DataFile:
             data = np.ascontiguousarray(chunk).data
             digest.update(data)
             self._file.write(data)
-        length = self._file.tell() - start
+        length, path = self._file.tell() - start, self._path
         stored_at = self._places.setdefault((length, digest.digest()), start)
-        if stored_at != start:
+        if stored_at == start and (place := self._in_others(start, length)) is not None:
+            path, stored_at = place
+            self.shared_bytes += length
+            del self._places[length, digest.digest()]
+        if (path, stored_at) != (self._path, start):
             self._file.seek(end)
             self._file.truncate()
-            start = stored_at
         return ir.ExternalTensor(
-            self._path.name, start, length, dtype, shape=ir.Shape(shape), name=name, base_dir=self._path.parent
+            path.name, stored_at, length, dtype, shape=ir.Shape(shape), name=name, base_dir=path.parent
         )
+
+    def _in_others(self, start: int, length: int) -> tuple[Path, int] | None:
+        """The place of a tensor of another file that equals the last one written."""
+        if length not in self._shared:
+            return None
+        self._file.flush()
+        written = np.memmap(self._path, np.uint8, "r", start, length)
+        for path, offset in self._shared[length]:
+            if np.array_equal(written, np.memmap(path, np.uint8, "r", offset, length)):
+                return path, offset
+        return None
+
+
+def stored_tensors(graph: Path) -> Places:
+    """The places of a graph's constants that are stored in files."""
+    places = defaultdict[int, list[tuple[Path, int]]](list)
+    for value in ir.load(graph).graph.initializers.values():
+        if isinstance(tensor := value.const_value, ir.ExternalTensor):
+            places[tensor.nbytes].append((Path(tensor.path), tensor.offset or 0))
+    return places
 
 
 def pack_int4(values: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:

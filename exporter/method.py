@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import numpy.typing as npt
 
@@ -96,13 +96,7 @@ class MetaDraft:
 
 
 class MethodExporter(Generic[O, M]):
-    """A method's part of a build and of ``verify``. The defaults suit a method without checkpoints.
-
-    Attributes:
-        graph_name: the file of its own model's graph.
-    """
-
-    graph_name: ClassVar[str] = "propose"
+    """A method's part of a build and of ``verify``. The defaults suit a method without checkpoints."""
 
     def check(self, options: O, target: Path, tokenizer: Tokenizer) -> None:
         """Refuses checkpoints that do not fit each other, before anything large is read."""
@@ -167,15 +161,28 @@ class MethodExporter(Generic[O, M]):
         raise NotImplementedError(f"the exporter of {method.name} has to trace its model")
 
     def export(self, method: M, build: Build) -> M:
-        """Writes its own model into the folder of its role, and returns the manifest's entry."""
-        from specexport.exporter.writing import TracedGraph, tracing, write_models  # imports torch
+        """Writes its own model to files of its role, and returns the manifest's entry.
+
+        Tensors that the target has too, as stored, are read from the target's file.
+        """
+        from specexport.exporter.external_data import stored_tensors  # these import torch or onnx
+        from specexport.exporter.writing import TracedGraph, tracing, write_models
 
         draft = self.load(method, build)
         with build.during(f"tracing the {method.draft_name}"), tracing(draft):
             graph = self.trace(method, draft, build)
         points, states = self.points(method, build.plan), tuple(draft.states.values())
-        traced = TracedGraph(self.graph_name, graph, points, draft.cache, draft.parameters, states)
-        (model,) = write_models(build, method.role, method.draft_name, [traced], draft, build.options.draft_storage)
+        traced = TracedGraph(graph, points, draft.cache, draft.parameters, states)
+        target = build.target.model
+        (model,) = write_models(
+            build,
+            method.role,
+            method.draft_name,
+            [traced],
+            draft,
+            build.options.draft_storage,
+            shared=None if target.ranks else stored_tensors(build.folder / target.graph.master),
+        )
         return with_draft(method, model)
 
     def points(self, method: M, plan: BuildPlan) -> tuple[ShapePoint, ...]:

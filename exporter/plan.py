@@ -215,7 +215,8 @@ def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, accept
 
 
 def _bundle_model_plan(source: str, model: Model, sizes: Mapping[str, int]) -> ModelPlan:
-    weights = sum(sizes.get(part.weights, 0) for part in model.ranks or (model,))
+    # A device has a copy of what a draft shares with the target.
+    weights = sum(sizes.get(part.weights, 0) for part in model.ranks or (model,)) + model.shared_bytes
     row, points = model.cache_row_bytes, model.graph.points
     return ModelPlan(
         source=source,

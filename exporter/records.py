@@ -65,27 +65,30 @@ class _Record(Strict, frozen=True):
 class Records:
     """Runs stages, except those that an earlier build with the same inputs finished in the same folder.
 
-    A recorded stage writes only into the folder of its name. Its record is written last, with the hash of every file: a
-    stage runs again if files are missing, altered or not in the record.
+    The files of a recorded stage begin with its name. Its record is written last, with the hash of every file: a stage
+    runs again if files are missing, altered or not in the record, or if a stage before it ran again.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._records = folder / RECORDS
+        self._ran = False
         self.files: list[FileEntry] = []
-        kept = {RECORDS, *(record.stem for record in self._records.glob("*.json"))}
+        kept = {record.stem for record in self._records.glob("*.json")}
         for path in folder.iterdir():
-            if path.name not in kept:
+            if path.name.partition(".")[0] not in kept and path.name != RECORDS:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._records.mkdir(exist_ok=True)
 
     def run(self, name: str, kind: type[Result], stage: Callable[[], Result]) -> Result:
         """The result of a stage, from its record or by running it."""
         path = self._records / f"{name}.json"
-        record = self._valid(path, name)
+        record = None if self._ran else self._valid(path, name)
         if record is None:
+            self._ran = True
             path.unlink(missing_ok=True)
-            shutil.rmtree(self._folder / name, ignore_errors=True)
+            for file in self._files(name):
+                (self._folder / file).unlink()
             result = msgspec.Raw(msgspec.json.encode(stage()))
             files = tuple(file_entry(self._folder, file) for file in self._files(name))
             record = _Record(files=files, result=result)
@@ -104,8 +107,7 @@ class Records:
         return record if same_files and all(file_entry(self._folder, e.path) == e for e in record.files) else None
 
     def _files(self, name: str) -> list[str]:
-        files = sorted(path for path in (self._folder / name).rglob("*") if path.is_file())
-        return [path.relative_to(self._folder).as_posix() for path in files]
+        return sorted(path.name for path in self._folder.glob(f"{name}.*"))
 
     def close(self) -> None:
         """Removes the records: the bundle is complete."""

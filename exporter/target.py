@@ -216,7 +216,7 @@ class _StepTracer:
         with tracing(share):
             graph = trace.trace_step(module, share.cache, self.embedding_size)
         points, parameters = self.plan.target_points(), self.target.parameters
-        return TracedGraph("step", graph, points, share.cache, parameters, self.state_layers, self.embedding_size)
+        return TracedGraph(graph, points, share.cache, parameters, self.state_layers, self.embedding_size)
 
 
 def _write_ranks(build: Build, step: _StepTracer) -> Model:
@@ -224,10 +224,10 @@ def _write_ranks(build: Build, step: _StepTracer) -> Model:
     models, files = [], []
     options, checkpoint = build.options, step.target
     for rank in range(options.tensor_parallel):
-        role, name = f"target/rank-{rank}", f"target's rank {rank}"
+        role, name = f"target.rank-{rank}", f"target's rank {rank}"
         graph = step.trace(split_checkpoint(checkpoint, rank, options.tensor_parallel))
         (model,) = write_models(build, role, name, [graph], checkpoint, options.target_storage, options.draft_storage)
-        segments = {f"{role}/{at:03}.onnx": segment for at, segment in enumerate(cut(graph.model))}
+        segments = {f"{role}.{at:03}.onnx": segment for at, segment in enumerate(cut(graph.model))}
         for name, segment in segments.items():
             ir.save(segment, build.folder / name)
         models.append(model)

@@ -25,7 +25,7 @@ from specexport.exporter.dequantize import (
     role_of,
     routers,
 )
-from specexport.exporter.external_data import INLINE_BYTES, Chunks, DataFile, pack_int4, pair_int4
+from specexport.exporter.external_data import INLINE_BYTES, Chunks, DataFile, Places, pack_int4, pair_int4
 from specexport.exporter.options import Storage
 from specexport.exporter.passes.compute_type import HALF_TYPES
 from specexport.exporter.passes.editing import needed_only_for, op, replace_value
@@ -70,6 +70,7 @@ class WeightsFile(DataFile):
         heads: the storage of the matrices of Medusa heads; None for ``storage``.
         checkpoint: the checkpoint's tensors by name; quantized tensors keep their scales if possible.
         progress: called after each tensor with its size in bytes.
+        shared: tensors of the target that a draft may share.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class WeightsFile(DataFile):
         heads: Storage | None = None,
         checkpoint: Mapping[str, StoredTensor] | None = None,
         progress: Callable[[int], None] = lambda _: None,
+        shared: Places | None = None,
     ) -> None:
-        super().__init__(path)
+        super().__init__(path, shared)
         self._storage, self._heads = storage, heads or storage
         self._tensors = checkpoint or {}
         self._quantized = {name for name, tensor in self._tensors.items() if isinstance(tensor, QuantizedTensor)}

@@ -21,6 +21,7 @@ from specexport.contract.shapes import ShapePoint
 from specexport.exporter.build_state import Build
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
 from specexport.exporter.checkpoints.quiet import failing_as, first_line
+from specexport.exporter.external_data import Places
 from specexport.exporter.options import QUANTIZED, Storage
 from specexport.exporter.pipeline import write_passes
 from specexport.exporter.weights import WeightsFile, WeightsReport
@@ -28,15 +29,19 @@ from specexport.exporter.weights import WeightsFile, WeightsReport
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """A graph of all or the first layers of a checkpoint, with what the manifest records of it."""
+    """A graph of all or the first layers of a checkpoint, with what the manifest records of it.
 
-    name: str
+    Attributes:
+        name: the name of a second graph over the same weights; empty for the first.
+    """
+
     model: ir.Model
     points: tuple[ShapePoint, ...]
     cache: tuple[CacheLayer, ...]
     parameters: int
     states: tuple[StateLayer, ...] = ()
     embedding_size: int | None = None
+    name: str = ""
 
 
 def write_models(
@@ -47,17 +52,19 @@ def write_models(
     checkpoint: Checkpoint,
     storage: Storage,
     heads: Storage | None = None,
+    shared: Places | None = None,
 ) -> list[Model]:
     """Writes a weights file and the graphs that share it, which are rewritten in place.
 
     Args:
+        role: the stem of their files.
         heads: the storage of Medusa heads; None for ``storage``.
+        shared: tensors of the target that the model may share.
 
     Returns:
         The manifest's entry of each graph.
     """
-    folder, title = build.folder / role, f"writing the {name}'s weights ({storage.kind})"
-    folder.mkdir(parents=True)
+    file, title = build.folder / f"{role}.bin", f"writing the {name}'s weights ({storage.kind})"
     total = int(BYTES_PER_WEIGHT[storage.kind] * checkpoint.parameters)  # an estimate; the last report is exact
     done = 0.0
 
@@ -67,11 +74,12 @@ def write_models(
         build.progress(title, min(total - 1, int(done)), total)
 
     models: list[Model] = []
-    with WeightsFile(folder / "weights.bin", storage, heads, checkpoint.tensors, advance) as weights:
+    with WeightsFile(file, storage, heads, checkpoint.tensors, advance, shared) as weights:
         for graph in graphs:
             weights.report = WeightsReport()
             write_passes(graph.model, weights.externalize, branches=storage.branches)
-            ir.save(graph.model, folder / f"{graph.name}.onnx")
+            master = f"{role}.{graph.name}.onnx" if graph.name else f"{role}.onnx"
+            ir.save(graph.model, build.folder / master)
             models.append(
                 Model(
                     family=checkpoint.family,
@@ -81,13 +89,14 @@ def write_models(
                     max_positions=checkpoint.max_positions,
                     precision=_precision_info(storage, weights.report, checkpoint),
                     cache=graph.cache,
-                    weights=f"{role}/weights.bin",
-                    graph=GraphFiles(master=f"{role}/{graph.name}.onnx", points=graph.points),
+                    weights=file.name,
+                    shared_bytes=weights.shared_bytes,
+                    graph=GraphFiles(master=master, points=graph.points),
                     embedding_size=graph.embedding_size,
                     states=graph.states,
                 )
             )
-    written = (folder / "weights.bin").stat().st_size
+    written = file.stat().st_size
     build.progress(title, max(1, written), max(1, written))
     return models
 

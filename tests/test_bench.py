@@ -120,7 +120,7 @@ def test_memory_is_that_of_weights_and_cache(bundle):
     draft, ngram, *_ = manifest.methods
     files = {file.path: file.size for file in manifest.files}
     assert ngram.memory(files, manifest.max_seq_len) == 0
-    weights = (bundle(NAME) / "draft" / "weights.bin").stat().st_size
+    weights = (bundle(NAME) / "draft.bin").stat().st_size
     layers = manifest.target.cache  # the draft is the target
     cache = sum(4 * layer.heads * (layer.key_size + layer.value_size) for layer in layers) * manifest.max_seq_len
     assert draft.memory(files, manifest.max_seq_len) == weights + cache

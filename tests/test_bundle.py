@@ -86,7 +86,7 @@ def test_every_missing_file_is_named(copy):
 
 def test_a_file_cut_short_is_named_with_its_sizes(bundle, tmp_path):
     copy = shutil.copytree(bundle("llama-near"), tmp_path / "bundle")
-    for name in ("target/weights.bin", "draft/propose.onnx", "tokenizer/tokenizer.json"):
+    for name in ("target.bin", "draft.onnx", "tokenizer/tokenizer.json"):
         whole = (copy / name).read_bytes()
         (copy / name).write_bytes(whole[:-1])
         refused(copy, name, f"{len(whole) - 1} bytes, expected {len(whole)}", check_hashes=False)
@@ -116,16 +116,16 @@ def test_files_that_were_right_are_hashed_again_only_if_they_were_touched(copy, 
     assert len(hashed) == len(files_of(copy))
     Bundle.open(copy)
     assert len(hashed) == len(files_of(copy))
-    weights = copy / "target" / "weights.bin"
+    weights = copy / "target.bin"
     before, whole = weights.stat(), bytearray(weights.read_bytes())
     whole[len(whole) // 2] ^= 1
     weights.write_bytes(whole)
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))  # of the same size, and as old as before
-    refused(copy, "target/weights.bin", "sha256")
+    refused(copy, "target.bin", "sha256")
 
 
 def test_checking_hashes_can_be_left_out(copy):
-    master = copy / "target" / "step.onnx"
+    master = copy / "target.onnx"
     master.write_bytes(master.read_bytes()[::-1])
     Bundle.open(copy, check_hashes=False)
 
@@ -133,10 +133,10 @@ def test_checking_hashes_can_be_left_out(copy):
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_link_out_of_the_bundle_is_refused(copy, tmp_path, kind):
     outside = tmp_path / "outside"
-    inside = copy / "target" if kind == "folder" else copy / "target" / "weights.bin"
+    inside = copy / ("tokenizer" if kind == "folder" else "target.bin")
     inside.rename(outside)
     inside.symlink_to(outside)
-    refused(copy, "target", "outside the bundle", str(outside))
+    refused(copy, inside.name, "outside the bundle", str(outside))
 
 
 @pytest.fixture
@@ -163,20 +163,20 @@ def test_a_bundle_of_hard_links_runs(copy, tmp_path):
 
 
 def test_targets_of_hub_links_are_hashed(snapshot):
-    blob = (snapshot / "target" / "step.onnx").resolve()
+    blob = (snapshot / "target.onnx").resolve()
     blob.write_bytes(blob.read_bytes()[::-1])
-    refused(snapshot, "step.onnx", "sha256")
+    refused(snapshot, "target.onnx", "sha256")
 
 
 @pytest.mark.parametrize("place", ["../../../elsewhere", "../../refs/elsewhere", "../../blobs/../elsewhere"])
 def test_a_link_in_the_hubs_cache_leads_into_its_blobs(snapshot, place):
-    path = snapshot / "target" / "step.onnx"
+    path = snapshot / "target.onnx"
     outside = Path(os.path.normpath(snapshot / place))
     outside.parent.mkdir(exist_ok=True)
     shutil.copy(path, outside)
     path.unlink()
     path.symlink_to(outside)
-    refused(snapshot, "step.onnx", "outside the bundle", str(outside))
+    refused(snapshot, "target.onnx", "outside the bundle", str(outside))
 
 
 def test_a_bundle_in_the_hubs_cache_is_not_changed(snapshot):
@@ -187,7 +187,7 @@ def test_a_bundle_in_the_hubs_cache_is_not_changed(snapshot):
 
 
 def test_links_to_and_within_a_bundle_are_fine(copy, tmp_path):
-    weights = copy / "target" / "weights.bin"
+    weights = copy / "target.bin"
     weights.rename(copy / "shared.bin")
     weights.symlink_to(Path("..") / "shared.bin")
     (tmp_path / "link").symlink_to(copy)
@@ -327,8 +327,8 @@ def test_engines_report_their_backend(copy):
         ({"compute_capabilities": []}, "compute_capabilities"),
         ({"compute_capabilities": ["sm_89"]}, "compute_capabilities"),
         ({"profiles": []}, "profiles"),
-        ({"file": "target/elsewhere.engine"}, "'target/elsewhere.engine' is used but not listed"),
-        ({"source": "target/elsewhere.onnx"}, "'target/elsewhere.onnx' is used but not listed"),
+        ({"file": "target.elsewhere.engine"}, "'target.elsewhere.engine' is used but not listed"),
+        ({"source": "target.elsewhere.onnx"}, "'target.elsewhere.onnx' is used but not listed"),
         ({"surprise": 1}, "surprise is unknown"),
         ({"profiles": [{"batch": 1, "tokens": 4, "cache": 0, "rows": 4}]}, "no shape point of the target is like"),
         ({"profiles": [{"batch": 1, "tokens": 4, "cache": 2**24, "rows": 4}]}, "no shape point of the target is like"),
@@ -435,9 +435,10 @@ def test_an_input_that_only_the_graph_has_is_named(copy, bundle):
     """Graph and weights of another bundle, whose target takes embeddings too."""
     put(copy, "methods", [])
     other = bundle("gemma2-embeds")
-    shutil.copytree(other / "target", copy / "target", dirs_exist_ok=True)
+    for name in ("target.onnx", "target.bin"):
+        shutil.copy(other / name, copy)
     relist(copy)
-    with pytest.raises(BundleError, match=r"step\.onnx: input .* by .* of the manifest"):
+    with pytest.raises(BundleError, match=r"target\.onnx: input .* by .* of the manifest"):
         Engine.load(copy, threads=1).close()
 
 

@@ -200,8 +200,8 @@ def _half(path: Path) -> None:
 
 
 HARMS: dict[str, Callable[[Path], object]] = {
-    "an altered byte": lambda folder: _first_byte(folder / "target" / "weights.bin"),
-    "a file cut short": lambda folder: _half(folder / "target" / "weights.bin"),
+    "an altered byte": lambda folder: _first_byte(folder / "target.bin"),
+    "a file cut short": lambda folder: _half(folder / "target.bin"),
     "a missing file": lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(),
     "a torn manifest": lambda folder: _half(folder / MANIFEST_NAME),
     "no manifest": lambda folder: (folder / MANIFEST_NAME).unlink(),
@@ -306,21 +306,20 @@ def test_stages_that_are_whole_are_not_run_again(tmp_path):
 
         def make() -> Facts:
             runs.append(name)
-            (folder / name).mkdir()
-            (folder / name / "weights.bin").write_bytes(b"weights")
+            (folder / f"{name}.bin").write_bytes(b"weights")
             return Facts(7)
 
         outputs = records.run(name, Facts, make)
-        assert [entry.path for entry in records.files] == [f"{name}/weights.bin"]
+        assert [entry.path for entry in records.files] == [f"{name}.bin"]
         return outputs
 
     assert build(tmp_path) == build(tmp_path) == Facts(7)
     assert runs == ["target"]
     harms: list[Callable[[Path], object]] = [
-        lambda folder: (folder / "target" / "weights.bin").write_bytes(b"weight"),
-        lambda folder: (folder / "target" / "weights.bin").write_bytes(b"WEIGHTS"),
-        lambda folder: (folder / "target" / "weights.bin").unlink(),
-        lambda folder: (folder / "target" / "more").touch(),
+        lambda folder: (folder / "target.bin").write_bytes(b"weight"),
+        lambda folder: (folder / "target.bin").write_bytes(b"WEIGHTS"),
+        lambda folder: (folder / "target.bin").unlink(),
+        lambda folder: (folder / "target.more").touch(),
         lambda folder: (folder / RECORDS / "target.json").write_bytes(b'{"files": [{"path"'),
         lambda folder: (folder / RECORDS / "target.json").unlink(),
     ]
@@ -328,12 +327,11 @@ def test_stages_that_are_whole_are_not_run_again(tmp_path):
         harm(tmp_path)
         assert build(tmp_path) == Facts(7)
         assert len(runs) == count
-        assert (tmp_path / "target" / "weights.bin").read_bytes() == b"weights"
-    (tmp_path / "draft").mkdir()
-    (tmp_path / "draft" / "half").touch()
+        assert (tmp_path / "target.bin").read_bytes() == b"weights"
+    (tmp_path / "draft.half").touch()
     records = Records(tmp_path)
     records.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    assert [path.name for path in tmp_path.iterdir()] == ["target.bin"]
 
 
 @pytest.mark.parametrize("signalled", [KeyboardInterrupt, SystemExit])
@@ -358,7 +356,7 @@ def test_interrupted_builds_resume_after_finished_stages(tmp_path, cache, monkey
     with pytest.raises(signalled):
         LLM(target, speculative_config={"model": draft}, **options)
     (left,) = (cache / "bundles").glob(".*.unfinished")
-    assert (left / "target" / "weights.bin").is_file()
+    assert (left / "target.bin").is_file()
     with LLM(target, speculative_config={"model": draft}, **options) as llm:
         files = [file.path for file in llm._frontend.engine.manifest.files]
         (output,) = llm.generate([5, 6, 5], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))

@@ -90,7 +90,7 @@ def test_calibration_data_changes_the_rounding(tmp_path):
         options = BuildOptions(
             str(target), tmp_path / f"{name}.bundle", precision="int4", max_seq_len=128, calibration_data=path
         )
-        stored[name] = (build(options) / "target" / "weights.bin").read_bytes()
+        stored[name] = (build(options) / "target.bin").read_bytes()
     assert stored["a.txt"] == stored["again"] != stored["b.jsonl"]
     manifest = read_manifest(tmp_path / "a.txt.bundle")
     precision = manifest.target.precision

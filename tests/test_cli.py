@@ -161,7 +161,7 @@ def test_inspect_of_a_tree_names_the_flag(tmp_path, cli):
 def test_inspect_shows_the_manifest(folder, cli):
     shown = cli("inspect", folder).out
     assert "draft_model: 4 draft tokens a step in a chain" in shown
-    assert "target/weights.bin" in shown
+    assert "target.bin" in shown
     assert cli("inspect", folder, "--json").json == json.loads((Path(folder) / "specexport.json").read_text())
 
 

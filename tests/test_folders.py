@@ -132,7 +132,7 @@ def test_in_place_changes_do_not_leak(bundle, tmp_path):
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     refused = pytest.raises(BuildError, match="too large; raise the limit")
     with file_sizes_at_most(1000), refused, changing(copy) as old:
-        (copy / "target" / "new.onnx").write_bytes(b"graph")
+        (copy / "target.new.onnx").write_bytes(b"graph")
         exchange_manifest(copy, old)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -280,7 +280,7 @@ def test_leftovers_of_killed_writes_are_removed(bundle, tmp_path):
     process = os.fork()
     if process == 0:
         with changing(copy):
-            for name in ("target/new.onnx", "target/new.engine", "target/new.bin", f"{MANIFEST_NAME}.part"):
+            for name in ("target.new.onnx", "target.new.engine", "target.new.bin", f"{MANIFEST_NAME}.part"):
                 (copy / name).write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(process, 0)

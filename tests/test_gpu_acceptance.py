@@ -52,9 +52,9 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(prepared, "PART_BYTES", 3000)
     content = np.random.default_rng(0).bytes(8000)
     for name in ("one", "two"):
-        folder = tmp_path / "built" / name / "target"
+        folder = tmp_path / "built" / name
         folder.mkdir(parents=True)
-        (folder / "weights.bin").write_bytes(content)
+        (folder / "target.bin").write_bytes(content)
         (folder / "name").write_text(name)
     prepared._pack(tmp_path / "built", ["one", "two"], tmp_path)
     return tmp_path
@@ -65,8 +65,8 @@ def test_parts_are_joined(packed):
     assert 3 <= len(index["parts"]) <= 4
     assert all(part["nbytes"] <= 3000 for part in index["parts"])
     folder = prepared.unpacked(packed)
-    assert [(folder / name / "target" / "name").read_text() for name in ("one", "two")] == ["one", "two"]
-    weights = [folder / name / "target" / "weights.bin" for name in ("one", "two")]
+    assert [(folder / name / "name").read_text() for name in ("one", "two")] == ["one", "two"]
+    weights = [folder / name / "target.bin" for name in ("one", "two")]
     assert [path.read_bytes() for path in weights] == [np.random.default_rng(0).bytes(8000)] * 2
     assert [path.stat().st_nlink for path in weights] == [1, 1]  # onnxruntime refuses weights that have two names
 

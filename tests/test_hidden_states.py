@@ -135,6 +135,27 @@ def test_build_inspect_and_verify(tmp_path, target, cli, method, states, rows, c
 
 
 @pytest.mark.parametrize(
+    ("method", "make", "shared"),
+    [
+        ("eagle3", partial(make_eagle3, draft_vocab=KEPT, embedding=False), {"embed_tokens"}),
+        ("dflash", make_dflash, {"embed_tokens", "lm_head"}),
+    ],
+)
+def test_what_the_target_has_too_is_stored_once(tmp_path, target, method, make, shared):
+    draft, out = make(tmp_path / "draft", target), tmp_path / "bundle"
+    methods = read_methods({"method": method, "model": str(draft)})
+    build(BuildOptions(str(target), out, methods=methods, precision="int8", max_seq_len=128))
+    graph = ir.load(out / f"{method}.onnx").graph
+    constants = [value.const_value for each in (graph, *graph.subgraphs()) for value in each.initializers.values()]
+    stored = [tensor for tensor in constants if isinstance(tensor, ir.ExternalTensor)]
+    elsewhere = [tensor for tensor in stored if tensor.location == "target.bin"]
+    assert {str(tensor.name).split(".")[0] for tensor in elsewhere} == shared
+    assert read_manifest(out).models[method].shared_bytes == sum(tensor.nbytes for tensor in elsewhere)
+    checks = verify(out, max_tokens=6).checks
+    assert [check.result for check in checks if check.name in ("graphs", method)] == ["passed", "passed"]
+
+
+@pytest.mark.parametrize(
     ("method", "make", "more", "reason"),
     [
         ("eagle3", make_eagle3, {"trees": [[[0], [1], [1, 0]]]}, "only the most probable token of each depth can have"),

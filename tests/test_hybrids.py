@@ -192,8 +192,8 @@ def test_a_step_graph_becomes_an_engine(family, layers, tmp_path):
     out, (kinds,) = tmp_path / "bundle", layers.values()
     source = make_checkpoint(tmp_path / "target", family, **layers, num_hidden_layers=len(kinds))
     build(BuildOptions(str(source), out, methods=ways(lookups=("ngram",)), max_seq_len=64, lowering="portable"))
-    graph = out / "target" / "fixed.onnx"
-    write_source(out / "target" / "step.onnx", graph, "fp32", 0, {"B": 1, "S": 128}, compiled=True)
+    graph = out / "fixed.onnx"
+    write_source(out / "target.onnx", graph, "fp32", 0, {"B": 1, "S": 128}, compiled=True)
     sizes = {"B": 1, "S": 128, "T": 5, "R": 5, "C": 2}
     report = compile_graph(graph, tmp_path / "step.engine", [sizes], load_library("tensorrt-rtx"), ((8, 9),))
     assert report.size == (tmp_path / "step.engine").stat().st_size > 0

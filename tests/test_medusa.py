@@ -228,7 +228,7 @@ def test_graphs_propose_the_heads_candidates(built, checkpoints, heads, precisio
 def test_heads_are_stored_in_fewer_bits_than_an_exact_target(built, tmp_path, checkpoints):
     for precision in ("int8", "fp32"):
         out = built(*ways(medusa=checkpoints["tied"]), name=precision, draft_precision=precision)
-        model = onnx.load(out / "target" / "step.onnx", load_external_data=False)
+        model = onnx.load(out / "target.onnx", load_external_data=False)
         integers = [
             initializer for initializer in model.graph.initializer if initializer.data_type == onnx.TensorProto.INT8
         ]

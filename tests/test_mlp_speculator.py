@@ -332,10 +332,10 @@ def test_bundle_text_equals_the_checkpoints(quantized, tmp_path, speculators):
     # What stages share is stored once, though each multiplies an int8 matrix of its own.
     manifest = read_manifest(out)
     (method,) = manifest.methods
-    size = (out / "speculator" / "weights.bin").stat().st_size
+    size = (out / "speculator.bin").stat().st_size
     assert size == method.memory({file.path: file.size for file in manifest.files}, 128)
     assert size < (2 * VOCAB + H + INNER) * INNER * 1.25 + 4096 * 16
-    model = onnx.load(out / "speculator" / "propose.onnx", load_external_data=False)
+    model = onnx.load(out / "speculator.onnx", load_external_data=False)
     integers = [
         initializer for initializer in model.graph.initializer if initializer.data_type == onnx.TensorProto.INT8
     ]

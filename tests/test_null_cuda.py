@@ -243,8 +243,8 @@ def test_launches_belong_to_the_graph_that_runs(cuda, read_report, null):
 
     def step() -> None:
         stream.copy(buffer, buffer + 32, 32)
-        run("draft/propose.onnx", 3)
-        run("target/step.slots.onnx", 2)
+        run("draft.onnx", 3)
+        run("target.slots.onnx", 2)
         run("program/accept.m1.onnx", 4)
         run("program/commit.onnx", 1)
 
@@ -266,7 +266,7 @@ def test_launches_belong_to_the_graph_that_runs(cuda, read_report, null):
     assert (second.graphs, dict(second.launches)) == (0, once | {"accept": 5})
     assert [call.call for call in second.waits] == ["cudaStreamSynchronize"]
     assert [call.call for call in second.memory] == ["cudaMalloc", "cudaFree"]
-    assert len(report.captured_twice) == 1 and "target/step.slots.onnx" in report.captured_twice[0]
+    assert len(report.captured_twice) == 1 and "target.slots.onnx" in report.captured_twice[0]
     assert not report.illegal and len(report.threads) == 1
 
 

@@ -242,7 +242,7 @@ def test_missing_libraries_are_no_silent_detour(load, gpu):
 
 
 def test_too_small_a_part_of_the_memory(load, gpu):
-    with pytest.raises(BackendError, match=r"loading target/weights.bin needs .* --gpu-memory-utilization"):
+    with pytest.raises(BackendError, match=r"loading target.bin needs .* --gpu-memory-utilization"):
         load("llama-near", gpu_memory_utilization=1e-4)
     for wrong in (0.0, 1.5):
         with pytest.raises(RequestError, match=f"gpu_memory_utilization is {wrong}"):
@@ -290,14 +290,14 @@ def test_building_for_it(shared_accept_graphs, gpu, tmp_path, cli):
     cli(*line)
     manifest = read_manifest(folder)
     (engine,) = manifest.target.engines
-    assert (manifest.backend, engine.file, engine.compute) == ("onnxruntime-cuda", "target/step.cuda.fp32.onnx", "fp32")
+    assert (manifest.backend, engine.file, engine.compute) == ("onnxruntime-cuda", "target.cuda.fp32.onnx", "fp32")
     assert check_graphs(Bundle.open(folder), lambda *_: None) == 2  # the master, and what is opened in its place
     with Engine.load(folder) as on_gpu, Engine.load(folder, backend="onnxruntime", threads=1) as cpu:
         assert on_gpu.backend.device.startswith("onnxruntime-cuda")
         same(on_gpu.generate([7, 9, 11] * 4, SAMPLED), cpu.generate([7, 9, 11] * 4, SAMPLED))
     cli("compile", folder, "--backend", "onnxruntime-cuda", "--compute", "fp16")
     (engine,) = read_manifest(folder).target.engines
-    assert (engine.file, engine.compute) == ("target/step.cuda.fp16.onnx", "fp16")
+    assert (engine.file, engine.compute) == ("target.cuda.fp16.onnx", "fp16")
 
 
 def test_bfloat16_beside_blocks_of_integers_is_refused(bundle, tmp_path):

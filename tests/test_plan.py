@@ -195,8 +195,8 @@ def test_plan_of_a_bundle_needs_no_torch(bundle):
     words = ["plan", "--target", folder, "--device", "orin-nano-8gb", "--acceptance", "0.5", "--json"]
     document = json.loads(answered(*words))
     target, draft = document["models"]
-    assert target["weights"] == (folder / "target" / "weights.bin").stat().st_size
-    assert draft["weights"] == (folder / "draft" / "weights.bin").stat().st_size
+    assert target["weights"] == (folder / "target.bin").stat().st_size
+    assert draft["weights"] == (folder / "draft.bin").stat().st_size
     manifest = read_manifest(folder)
     assert target["parameters"] == manifest.target.parameters
     assert target["cache"] >= target["cache_row"] * manifest.max_seq_len

@@ -37,7 +37,7 @@ def test_no_weight_is_stored_twice(tmp_path, precision):
     options = {"target": target, "precision": precision, "max_seq_len": 128}
     plain = build(BuildOptions(output=tmp_path / "plain", **options))
     both = build(BuildOptions(output=tmp_path / "both", methods=ways(self_draft=2, sizes=(2,)), **options))
-    sizes = [(folder / "target" / "weights.bin").stat().st_size for folder in (plain, both)]
+    sizes = [(folder / "target.bin").stat().st_size for folder in (plain, both)]
     # Small constants of the second graph apart, such as masks; a matrix alone is several pages.
     assert sizes[0] <= sizes[1] < sizes[0] + 4 * 4096
     assert not (both / "draft").exists()

@@ -72,7 +72,7 @@ def test_every_rank_gets_an_engine(precision, compute, split, tmp_path):
     check_files(folder, manifest, hashes=True)
     first, second = manifest.target.engines
     assert (first.rank, second.rank) == (0, 1)
-    assert (Path(first.file).parent.name, Path(second.file).parent.name) == ("rank-0", "rank-1")
+    assert [engine.file.split(".")[1] for engine in (first, second)] == ["rank-0", "rank-1"]
     assert first.profiles == second.profiles
     assert [(engine_.attentions, engine_.decomposed) for engine_ in report.engines[:2]] == [(2, None)] * 2
     assert len(manifest.models["draft"].engines) == 1 and manifest.program == ()
@@ -88,9 +88,9 @@ def test_every_rank_gets_an_engine(precision, compute, split, tmp_path):
 
 def test_the_network_has_a_collective_for_each_meeting(split, tmp_path):
     trt = pytest.importorskip("tensorrt_rtx")
-    folder = shutil.copytree(split("fp32") / "target", tmp_path / "target")
-    source, sizes = folder / "rank-1/half.onnx", {"B": 1, "S": 256}
-    write_source(folder / "rank-1/step.onnx", source, "fp16", 0, sizes, compiled=True, ranks=2)
+    folder = shutil.copytree(split("fp32"), tmp_path / "bundle")
+    source, sizes = folder / "half.onnx", {"B": 1, "S": 256}
+    write_source(folder / "target.rank-1.onnx", source, "fp16", 0, sizes, compiled=True, ranks=2)
     logger = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -121,16 +121,16 @@ def test_graphs_with_collectives_equal_their_segments(family, meetings, more, tm
     for fixed in ({"B": 1}, {}):
         parts = []
         for files in manifest.target.ranks:
-            source = (folder / files.master).with_name("joined.onnx")
+            source = (folder / files.master).with_suffix(".joined.onnx")
             write_source(folder / files.master, source, "fp32", 0, fixed, compiled=True, ranks=2)
             parts.append(onnx.load(source, load_external_data=False))
             assert [node.op_type for node in parts[-1].graph.node].count("DistCollective") == meetings
-        (folder / "target/both.onnx").write_bytes(_together(parts).SerializeToString())
+        (folder / "both.onnx").write_bytes(_together(parts).SerializeToString())
         inputs, expected = _expected(folder, manifest, slots=1 if fixed else 2)
         _compare(folder, inputs, expected)
     ranks = []
     for files in manifest.target.ranks:
-        source = (folder / files.master).with_name("apart.onnx")
+        source = (folder / files.master).with_suffix(".apart.onnx")
         write_source(folder / files.master, source, "fp32", 0, {}, compiled=False, ranks=2)
         ranks.append([onnxruntime.InferenceSession(str(path)) for path in write_segments(source, {})])
     monkeypatch.setattr(segments, "_whole", lambda name, part, ranks: (ranks, *part) if "join" in name else part)
@@ -162,7 +162,7 @@ def _expected(folder: Path, manifest: Manifest, slots: int) -> tuple[dict[str, A
 
 
 def _compare(folder: Path, arguments: dict[str, Any], expected: dict[str, Any]) -> None:
-    session = onnxruntime.InferenceSession(str(folder / "target/both.onnx"))
+    session = onnxruntime.InferenceSession(str(folder / "both.onnx"))
     both = {}
     for rank in range(2):
         for name, array in arguments.items():
@@ -200,9 +200,6 @@ def _together(parts: list[onnx.ModelProto]) -> onnx.ModelProto:
         waiting.append(nodes)
         for tensor in part.graph.initializer:
             tensor.name = f"{rank}/{tensor.name}"
-            for entry in tensor.external_data:
-                if entry.key == "location":
-                    entry.value = f"rank-{rank}/{entry.value}"
         for value in (*part.graph.input, *part.graph.output):
             value.name = f"{rank}/{value.name}"
         whole.initializer.extend(part.graph.initializer)
@@ -250,8 +247,8 @@ def test_libraries_without_collectives_are_refused(split, tmp_path, monkeypatch)
 @pytest.mark.parametrize(("compute", "kind"), [("fp16", 10), ("bf16", 16)])
 def test_segments_for_onnxruntime_meet_in_the_type_they_compute_in(compute, kind, split, tmp_path):
     """And sizes do not go from one to another, where the host would read them back from the device."""
-    folder = shutil.copytree(split("fp32") / "target/rank-1", tmp_path / "rank-1")
-    write_source(folder / "step.onnx", folder / "half.onnx", compute, 0, {"S": 256}, compiled=False, ranks=2)
+    folder = shutil.copytree(split("fp32"), tmp_path / "bundle")
+    write_source(folder / "target.rank-1.onnx", folder / "half.onnx", compute, 0, {"S": 256}, compiled=False, ranks=2)
     graphs = [onnx.load(path, load_external_data=False).graph for path in write_segments(folder / "half.onnx", {})]
     between = [
         value for graph in graphs for value in graph.output if value.name.startswith(("sum.", "join.", "carried."))
@@ -307,7 +304,7 @@ def test_engines_of_unknown_ranks_are_refused(split, tmp_path):
     manifest = read_manifest(folder)
     assert [engine.rank for engine in manifest.target.engines] == [0, 1]
     part = manifest.target.of_rank(1)
-    assert (part.engines, part.weights) == (manifest.target.engines[1:], "target/rank-1/weights.bin")
+    assert (part.engines, part.weights) == (manifest.target.engines[1:], "target.rank-1.bin")
     assert [layer.heads for layer in part.cache] == [layer.heads // 2 for layer in manifest.target.cache]
     put(folder, "target.engines.1.rank", 2)
     with pytest.raises(BundleError, match="rank is 2, and the target has 2 ranks; compile the bundle again"):
@@ -363,7 +360,7 @@ def test_split_targets_equal_the_cpu(shared, split):
 def test_the_target_s_engines_alone_meet(gpus):
     with Engine.load(gpus.folder):
         ours = [context for context in gpus.contexts if context.communicator is not None]
-        assert {context._engine.file for context in ours} == {"target/rank-0/step.onnx"}
+        assert {context._engine.file for context in ours} == {"target.rank-0.onnx"}
         assert len(ours) < len(gpus.contexts)  # the draft's have none
 
 
@@ -384,7 +381,7 @@ def test_features_missing_on_gpus_are_named(gpus, monkeypatch):
     with pytest.raises(BackendError, match="2 ranks, each with a GPU of its own, and CUDA shows 1; see CUDA_VISIBLE"):
         Engine.load(gpus.folder)
     gpus.cuda.devices = 2
-    harmed = gpus.folder / "target/rank-1/step.engine"
+    harmed = gpus.folder / "target.rank-1.engine"
     harmed.write_bytes(b" " * harmed.stat().st_size)
     with pytest.raises(BackendError, match=r"rank 1 ended with status 1 of the 2 processes"):
         Engine.load(gpus.folder, check_hashes=False)

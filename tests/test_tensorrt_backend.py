@@ -112,7 +112,7 @@ def test_engines_that_do_not_run_here(changes, message, bundle, gpu):
 
 def test_an_unreadable_engine_is_named(bundle, gpu):
     gpu.cannot_load = True
-    with pytest.raises(BackendError, match=r"target/step\.engine: tensorrt-rtx 1\.7\.1\.116 cannot load the engine"):
+    with pytest.raises(BackendError, match=r"target\.engine: tensorrt-rtx 1\.7\.1\.116 cannot load the engine"):
         Engine.load(compiled(bundle("qwen3-medusa"), gpu.folder))
 
 

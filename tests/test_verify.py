@@ -109,7 +109,7 @@ def test_an_int8_bundle_passes_with_its_own_limits(int8):
 
 
 def test_an_altered_byte_is_found_and_nothing_else_is_run(copy):
-    path = copy / "target" / "weights.bin"
+    path = copy / "target.bin"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -117,7 +117,7 @@ def test_an_altered_byte_is_found_and_nothing_else_is_run(copy):
     assert not report.passed
     others = dict.fromkeys(["graphs", "logits", "quality", "speculation"], "not run")
     assert _results(report) == {"files": "failed", **others}
-    assert "weights.bin" in report.checks[0].sentence
+    assert "target.bin" in report.checks[0].sentence
     assert "altered" in report.checks[0].sentence
     assert "verdict: failed" in _shown(report)
 
@@ -146,7 +146,7 @@ def _no_numbers(weights: np.ndarray) -> None:
     ],
 )
 def test_other_weights_with_fitting_hashes_are_found(copy, model, spoil, failed, words):
-    path = copy / model / "weights.bin"
+    path = copy / f"{model}.bin"
     weights = np.fromfile(path, np.float32)
     spoil(weights)
     weights.tofile(path)
@@ -299,12 +299,12 @@ def _invalid(model: onnx.ModelProto) -> None:
     [
         (_foreign, "outside the ONNX standard: com.example"),
         (_pinned, r"input input_ids is int64\[B, 4\], expected int64\[B, T\]"),
-        (_elsewhere, "is not inside weights.bin"),
+        (_elsewhere, "is not inside target.bin"),
         (_invalid, "not a valid ONNX graph"),
     ],
 )
 def test_a_wrong_graph_is_named(copy, spoil, reason):
-    path = copy / "target" / "step.onnx"
+    path = copy / "target.onnx"
     model = onnx.load(path, load_external_data=False)
     spoil(model)
     path.write_bytes(model.SerializeToString())

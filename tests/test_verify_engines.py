@@ -217,7 +217,7 @@ def test_a_wrong_engine_fails_the_verdict(compiled, gpu, monkeypatch):
     assert not report.passed
     wrong = next(check for check in report.checks if check.name == "engines")
     assert wrong.passed is False
-    assert re.search(r"ONNX graphs: \d+ differences?; target/step\.fp16\.tensorrt-rtx", wrong.sentence)
+    assert re.search(r"ONNX graphs: \d+ differences?; target\.fp16\.tensorrt-rtx", wrong.sentence)
 
 
 def test_where_engines_cannot_run_it_says_that_they_were_not_compared(compiled, gpu, monkeypatch):

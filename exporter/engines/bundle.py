@@ -166,7 +166,7 @@ class _Compiler:
         path = (self.folder / master).with_name(f"{Path(master).stem}{drafts}{slots}{kind}.{compute}.onnx")
         if any(self.folder / engine.source == path for engine in engines):
             return path
-        with during(self.progress, f"writing {path.parent.name}/{path.name}"):
+        with during(self.progress, f"writing {path.name}"):
             compiled = self.library is not None
             write_source(self.folder / master, path, compute, job.drafts, job.fixed, compiled=compiled, ranks=ranks)
         return path
@@ -189,7 +189,7 @@ class _Compiler:
         else:
             devices = "-".join(f"sm{device.replace('.', '')}" for device in self.capabilities)
             output = self._unlisted(source.with_name(f"{source.stem}.{self.options.backend}.{devices}.engine"))
-            with during(self.progress, f"compiling {source.parent.name}/{source.stem}"):
+            with during(self.progress, f"compiling {source.stem}"):
                 capabilities = tuple(map(capability, self.capabilities))
                 report = compile_graph(source, output, job.sizes, self.library, capabilities)
         self.reports.append(report)

@@ -214,8 +214,8 @@ class DraftOutline(ABC):
     def load(self, target: Path, layers: int, positions: int) -> Any:
         """Loads a draft that has passed :meth:`require_fit`, in fp32 and evaluation mode.
 
-        Tensors that it shares with the target are in the folder ``target``. Rotary frequencies that would change for
-        texts longer than ``positions`` are fixed.
+        Tensors that it shares with the target (:meth:`shared`) are in the folder ``target``. Rotary frequencies that
+        would change for texts longer than ``positions`` are fixed.
         """
         draft, stored = self.make(layers), self.stored()
         ids = self._target_ids(stored)
@@ -224,10 +224,11 @@ class DraftOutline(ABC):
             parts = [stored[part].finite(self.path) for part in self.parts(name, shape, stored) if part in stored]
             if parts:
                 state[name] = parts[0] if len(parts) == 1 else torch.cat(parts).reshape(shape)
+        tables = {name: tensor.finite(target) for name, tensor in self.shared(target).items()}
         if EMBEDDING not in state:
-            state[EMBEDDING] = self._table(target, EMBEDDING)
+            state[EMBEDDING] = tables[EMBEDDING]
         if HEAD not in state:
-            rows = state[EMBEDDING] if self.tied else self._table(target, HEAD)
+            rows = state[EMBEDDING] if self.tied else tables[HEAD]
             state[HEAD] = rows if ids is None else rows[ids]
         draft.load_state_dict(state, assign=True)
         # Recreated off the meta device, as its buffers are computed rather than stored.
@@ -255,16 +256,21 @@ class DraftOutline(ABC):
                 raise BuildError(f"{self.path}: tensor {T2D!r} is not a boolean mask of the tokens in {D2T!r}")
         return ids
 
-    def _table(self, target: Path, name: str) -> torch.Tensor:
-        """The target's embedding or head, for a draft that lacks its own."""
-        tensor = stored_table(target, head=name == HEAD)
-        expected = (self.vocab, self.layer.hidden_size)
-        if tensor.shape != expected:
-            raise BuildError(
-                f"{self.path}: has no {name!r}, and the target's {tensor.name!r} is {list(tensor.shape)}; expected "
-                f"{list(expected)}"
-            )
-        return tensor.finite(target)
+    def shared(self, target: Path) -> dict[str, StoredTensor]:
+        """The embedding and the head that a draft lacks, as the target in the folder ``target`` has them."""
+        stored, expected = self.stored(), (self.vocab, self.layer.hidden_size)
+        shared = {
+            name: stored_table(target, head=name == HEAD)
+            for name in (EMBEDDING, HEAD)
+            if name not in stored and not (self.tied and name == HEAD)
+        }
+        for name, tensor in shared.items():
+            if tensor.shape != expected:
+                raise BuildError(
+                    f"{self.path}: has no {name!r}, and the target's {tensor.name!r} is {list(tensor.shape)}; expected "
+                    f"{list(expected)}"
+                )
+        return shared
 
 
 def layer_config(
@@ -299,6 +305,9 @@ def load_draft(outline: DraftOutline, target: Path, positions: int, *, family: s
     ``family`` is its kind in the manifest, ``source`` the user's name for it.
     """
     draft = outline.load(target, int(read_model_config(target).num_hidden_layers), positions)
+    shared = outline.shared(target)
+    if draft.target_ids is not None:  # its head has other rows
+        shared.pop(HEAD, None)
     return Checkpoint(
         source=source,
         path=outline.path,
@@ -308,4 +317,5 @@ def load_draft(outline: DraftOutline, target: Path, positions: int, *, family: s
         vocab_size=outline.draft_vocab,
         input_vocab=outline.vocab,
         max_positions=positions,
+        tensors=shared,
     )

@@ -32,7 +32,6 @@ class MedusaDraftExporter(HeadsExporter[MedusaDraftOptions, MedusaDraft]):
 
     earlier_accuracy = (0.8,)  # of the draft's own head
     heads_key = "medusa"
-    graph_name = "step"
 
     def check(self, options: MedusaDraftOptions, target: Path, tokenizer: Tokenizer) -> None:
         require_tokenizer(options.model, tokenizer)

@@ -43,7 +43,7 @@ class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
         except ValueError as error:
             raise BuildError(f"self_draft: {target.source}: {error}") from error
         graph = compose.propose_graph(master, cache, build.lowering)
-        return TracedGraph("self_draft", graph, plan.propose_points(method), cache, parameters)
+        return TracedGraph(graph, plan.propose_points(method), cache, parameters, name=method.role)
 
     def compare(self, method: SelfDraft, run: Verification) -> Iterator[tuple[Array, Array]]:
         vocab = vocabulary(run.bundle.manifest, method.written_draft)

@@ -16,7 +16,7 @@ from specexport.methods.draft_model import DraftModel
 from specexport.methods.draft_model.export import compare_chain, load_draft, trace_chain, vocabulary_of
 from specexport.methods.universal_draft import UniversalDraft, UniversalDraftOptions
 
-_TOKENIZER = "draft/tokenizer.json"
+_TOKENIZER = "draft.tokenizer.json"
 
 
 class UniversalDraftExporter(MethodExporter[UniversalDraftOptions, UniversalDraft]):

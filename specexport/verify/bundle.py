@@ -15,7 +15,7 @@ from onnx import TensorProto
 from specexport.contract.engines import FUSED_OPERATORS
 from specexport.contract.errors import BundleError, RequestError, SpecExportError
 from specexport.contract.methods import Method
-from specexport.contract.model import OPSETS, RankFiles
+from specexport.contract.model import OPSETS, Model, RankFiles
 from specexport.contract.reading import check_files, read_manifest
 from specexport.contract.signature import Interface, cache_inputs, cache_outputs, describe, interfaces
 from specexport.contract.tensors import CARRIED, COLLECTIVES, Tensor
@@ -286,7 +286,7 @@ def check_graphs(bundle: Bundle, progress: Progress) -> int:
         for files in model.ranks or (
             RankFiles(weights=model.weights, master=model.graph.master, segments=(model.graph.master,)),
         ):
-            weights = [bundle.file(files.weights)]
+            weights = _weights(bundle, files.weights, model)
             graphs = [_check_graph(bundle.file(name), OPSETS[lowering], weights) for name in files.segments]
             inner = {value.name for graph in graphs for value in graph.output}
             inputs = {value.name: value for graph in graphs for value in graph.input if value.name not in inner}
@@ -299,13 +299,19 @@ def check_graphs(bundle: Bundle, progress: Progress) -> int:
             _check_interface(path, (*signature.outputs, *returned), "output", final)
         progress("graphs", done, count)
     for done, (engine, model) in enumerate(sources, start=len(described) + 1):
-        weights = [bundle.file(model.of_rank(engine.rank).weights)]
+        weights = _weights(bundle, model.of_rank(engine.rank).weights, model)
         if (converted := bundle.file(engine.source).with_suffix(".bin")).is_file():
             weights.append(converted)
         for name in engine.segments or (engine.file,):
             _check_graph(bundle.file(name), OPSETS[lowering], weights, FUSED_OPERATORS)
         progress("graphs", done, count)
     return count
+
+
+def _weights(bundle: Bundle, own: str, model: Model) -> list[Path]:
+    """The files of a model's weights: its ``own``, and the target's if it shares some of those."""
+    target = bundle.manifest.target.weights
+    return [bundle.file(name) for name in (own, *([target] if model.shared_bytes else []))]
 
 
 def _check_graph(

@@ -62,12 +62,12 @@ def _file(seed: str, data: bytes | None, folder: Path, name: str) -> Path:
 
 def graph(seed: str, data: bytes | None, folder: Path) -> None:
     """The target's ONNX graph, loaded."""
-    Engine.load(_file(seed, data, folder, "target/step.onnx"), threads=1).close()
+    Engine.load(_file(seed, data, folder, "target.onnx"), threads=1).close()
 
 
 def weights(seed: str, data: bytes | None, folder: Path) -> None:
     """The target's weights, run."""
-    _generate(_file(seed, data, folder, "target/weights.bin"), check_hashes=True)
+    _generate(_file(seed, data, folder, "target.bin"), check_hashes=True)
 
 
 def tokenizer(seed: str, data: bytes | None, folder: Path) -> None:

@@ -65,7 +65,7 @@ def test_manifests(fuzz, box, bundle):
 
 @pytest.mark.parametrize(
     ("target", "file", "count"),
-    [("graph", "target/step.onnx", 150), ("weights", "target/weights.bin", 60), ("tokenizer", "tokenizer.json", 300)],
+    [("graph", "target.onnx", 150), ("weights", "target.bin", 60), ("tokenizer", "tokenizer.json", 300)],
 )
 def test_files_of_bundles(fuzz, box, bundle, target, file, count):
     (path,) = bundle("dice-near").glob(f"**/{file}")

@@ -197,7 +197,7 @@ def _role(run: str) -> str:
     folder, _, file = run.split()[0].rpartition("/")
     if folder.endswith("program"):
         return next((role for role in ("accept", "commit") if file.startswith(role)), "draft")
-    return "target" if folder.split("/")[0] == "target" and file.startswith("step") else "draft"
+    return "target" if file.startswith("target.") and not file.startswith("target.self_draft.") else "draft"
 
 
 @cache

@@ -96,7 +96,8 @@ class OnnxRuntimeLibrary(Library):
         (engine,) = engines
         if isinstance(graph, Model) and graph.weights not in self._counted:
             self._counted.add(graph.weights)
-            self._device.budget.require(self._bundle.file(graph.weights).stat().st_size, f"loading {graph.weights}")
+            size = self._bundle.file(graph.weights).stat().st_size + graph.shared_bytes
+            self._device.budget.require(size, f"loading {graph.weights}")
         paths = [self._bundle.file(name) for name in engine.segments or (engine.file,)]
         vocab = self._bundle.manifest.target.vocab_size
         sizes = {point: program_sizes(point, vocab) for point in engine.profiles}

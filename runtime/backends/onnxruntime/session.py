@@ -167,7 +167,8 @@ def _open_and_save(path: Path, open_graph: OpenGraph, options: Any, folder: Path
     root = folder.parent
     root.mkdir(parents=True, exist_ok=True)
     remove_unused(root.iterdir(), _GRAPH)  # and the leftovers of killed processes
-    size = sum(file.stat().st_size for file in path.parent.iterdir())
+    model = path.name.partition(".")[0]
+    size = sum(file.stat().st_size for file in path.parent.glob(f"{model}.*"))
     if shutil.disk_usage(root).free < _FREE_SPACE * size:
         return open_graph(path)
     with tempfile.TemporaryDirectory(dir=root) as part:
