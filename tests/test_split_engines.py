@@ -336,7 +336,7 @@ def shared(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split:
         compile_bundle(folder, CompileOptions(request.param))
         followed(monkeypatch, tmp_path / "site", folder, module.cuda)
         yield folder
-        assert {f"step.slots.cuda.fp32.{at:03}.onnx" for at in range(7)} < set(module.opened)
+        assert {f"target.rank-0.slots.cuda.fp32.{at:03}.onnx" for at in range(7)} < set(module.opened)
 
 
 def test_split_targets_equal_the_cpu(shared, split):

@@ -79,7 +79,7 @@ def test_plain_decoding_runs_without_a_profile_of_one_token(bundle, gpu):
 
 
 REFUSED = "cudaErrorStreamCaptureInvalidated"
-UNABLE = r"step\.engine: tensorrt-rtx says that .* cannot be captured"
+UNABLE = r"target\.engine: tensorrt-rtx says that .* cannot be captured"
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_a_draft_over_the_target_s_states_is_compared(method, compiled, gpu):
     subjects = runnable(read_manifest(folder))[1]
     run = lambda engine: SourceRunner(folder, engine, _right)  # noqa: E731
     assert max(size for size, _ in compare_engines(Bundle.open(folder), subjects, run, lambda *_: None)) < 1
-    assert any(subject.master.startswith(f"{method}/") for subject in subjects)
+    assert any(subject.master.startswith(f"{method}.") for subject in subjects)
 
 
 def test_a_wrong_engine_fails_the_verdict(compiled, gpu, monkeypatch):
