@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders
 
 from specexport.contract.errors import RequestError
 from specexport.runtime import Engine, SamplingParams
+from specexport.runtime.chat import ChatTemplate
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.speculative import PLAIN
 from specexport.server.request_parts import Function
@@ -23,12 +24,12 @@ from specexport.server.tools import GLM as GLM_FORM
 from specexport.server.tools import GLM_COMPACT as GLM_COMPACT_FORM
 from specexport.server.tools import LFM2 as LFM2_FORM
 from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
-from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls
+from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls, with_calls
 from tests.fixtures import Bundles
 from tests.serving import NAME, Served, served
 from tests.test_constraint import grammars
 from tests.threads import wait_until
-from tests.tool_families import FAMILIES, GPT_OSS, HERMES, QWEN3, Family, family_bundle
+from tests.tool_families import FAMILIES, GPT_OSS, HERMES, LFM2_EARLIER, QWEN3, Family, family_bundle
 
 CHAT: Any = [{"role": "user", "content": "one two"}]
 PET = {
@@ -134,12 +135,27 @@ def test_a_call_goes_back_into_the_prompt(family, client):
         answer = client.chat.completions.create(**arguments | {"tool_choice": "none"}, messages=chat, max_tokens=1)
         counts.add(answer.usage.prompt_tokens)
     assert len(counts) == 1
+    chat[-2] = {"role": "assistant", "content": "keep"}
+    without = client.chat.completions.create(**arguments | {"tool_choice": "none"}, messages=chat, max_tokens=1)
+    assert family.mark is None or without.usage.prompt_tokens < min(counts)
+
+
+def test_calls_that_a_template_leaves_out_are_part_of_the_text():
+    """As LFM2's own template, of which tests.tool_families has the parts that matter, does before 2.5."""
+    call = {"function": {"name": "keep", "arguments": {"kind": 'a "b"', "all": True, "list": [1, None]}}}
+    for content, before in (("yes", "yes"), (None, ""), ([{"type": "text", "text": "yes"}], "yes\n")):
+        message = {"role": "assistant", "content": content, "tool_calls": [call, {"function": {"name": "end"}}]}
+        text = ChatTemplate(LFM2_EARLIER.template, {}).render(
+            [with_calls(message, LFM2_EARLIER.template)], {"tools": TOOLS}, add_generation_prompt=False
+        )
+        calls = '[keep(kind="a \\"b\\"", all=True, list=[1, None]), end()]'
+        assert text.endswith(f"assistant\n{before}<|tool_call_start|>{calls}<|tool_call_end|><|im_end|>\n")
+        assert with_calls(message, QWEN3.template) is message
 
 
 def one_by_one(values: dict[str, str], marks: Marks | Notation) -> str:
     if isinstance(marks, Notation):
-        members = (f"{key}{marks.pairs[0]}{marks.literal(value)}" for key, value in values.items())
-        return f"{marks.brackets[0]}{marks.separator.join(members)}{marks.brackets[1]}"
+        return marks.arguments(values)
     return "".join(f"{marks.begin.replace('KEY', key)}{value}{marks.after}" for key, value in values.items())
 
 

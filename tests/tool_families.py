@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specexport.contract.reading import read_manifest
@@ -217,8 +217,15 @@ LFM2 = Family(
     "<|tool_call_start|>[NAMEPARAMETERS]<|tool_call_end|>",
     "`<|tool_call_start|>[name(key=value, …), …]`, values as in Python",
 )
+LFM2_EARLIER = replace(
+    LFM2,
+    name="LFM2, before 2.5",
+    template="{{ '<|tool_list_start|>' if tools }}" + _NAMES + _turns("<|im_start|>", "\n", "<|im_end|>\n", ""),
+    form="the same; its template leaves earlier calls out, and the server writes them into their message's text",
+)
 FAMILIES = (
-    QWEN2, QWEN3, QWEN_CODER, GLM, GLM_COMPACT, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GEMMA3, GEMMA4, LFM2, GPT_OSS
+    QWEN2, QWEN3, QWEN_CODER, GLM, GLM_COMPACT, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GEMMA3, GEMMA4, LFM2,
+    LFM2_EARLIER, GPT_OSS
 )  # fmt: skip
 
 

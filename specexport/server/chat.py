@@ -19,7 +19,7 @@ from specexport.server import answers
 from specexport.server.request_parts import ChatMessage, Function
 from specexport.server.requests import ChatRequest, JsonSchema, TemplateOptions, TokenizeRequest
 from specexport.server.service import Service, finite_logprob, prompt_logprobs, respond
-from specexport.server.tools import Calling, CallReader, template_tools, whole_calls
+from specexport.server.tools import Calling, CallReader, template_tools, whole_calls, with_calls
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -52,9 +52,10 @@ async def chat_tokens(
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if tools:
         variables["tools"] = template_tools(tools)
+    template = service.frontend.require_chat_template().source(body.chat_template, tools=bool(tools))
     return await asyncio.to_thread(
         service.frontend.chat_tokens,
-        list(map(template_message, messages)),
+        [with_calls(template_message(message), template) for message in messages],
         variables | body.variables,
         name=body.chat_template,
         **ending,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,11 @@ class Notation:
         if isinstance(value, str) and self.mark:
             return f"{self.mark}{value}{self.mark}"
         return json.dumps(value, ensure_ascii=False)
+
+    def arguments(self, values: Mapping[str, Any]) -> str:
+        """All arguments of a call."""
+        members = (f"{key}{self.pairs[0]}{self.literal(value)}" for key, value in values.items())
+        return f"{self.brackets[0]}{self.separator.join(members)}{self.brackets[1]}"
 
     def key(self, key: str) -> str:
         """A key of an object inside of a value."""

@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specexport.contract.errors import RequestError
+from specexport.runtime.chat import Message
 from specexport.runtime.text import overlap
-from specexport.server import tool_arguments, tool_notation
+from specexport.server import tool_arguments
 from specexport.server.answers import AssistantCall, FunctionCall
 from specexport.server.request_parts import Function, FunctionName, quote
 from specexport.server.requests import ConversationRequest
+from specexport.server.tool_notation import GEMMA as GEMMA_NOTATION
+from specexport.server.tool_notation import PYTHON, Notation
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class CallFormat:
     between: str | None = None
     head: str = r'\{"name": "NAME", "ARGUMENTS": '
     tail: str = "}"
-    marks: tool_arguments.Marks | tool_notation.Notation | None = None
+    marks: tool_arguments.Marks | Notation | None = None
     id_length: int | None = None
 
     @property
@@ -76,7 +79,7 @@ GEMMA = CallFormat(
     between="<tool_call|><|tool_call>",
     head="call:NAME",
     tail="",
-    marks=tool_notation.GEMMA,
+    marks=GEMMA_NOTATION,
 )
 LFM2 = CallFormat(
     begin="<|tool_call_start|>",
@@ -85,8 +88,10 @@ LFM2 = CallFormat(
     between=", ",
     head="NAME",
     tail="",
-    marks=tool_notation.PYTHON,
+    marks=PYTHON,
 )
+_LFM2_TOOLS = "<|tool_list_start|>"
+"""Mark before the tools in LFM2's templates before 2.5, which leave earlier calls out."""
 _FINAL = "<|channel|>final<|message|>"
 _PLAIN = CallFormat("arguments")
 """For models without tools, whose answers can still be constrained to calls."""
@@ -109,7 +114,7 @@ def call_format(template: str) -> CallFormat | None:
         return MISTRAL_ID if "[CALL_ID]" in template else MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
     if "<|tool_call>call:" in template:
         return GEMMA
-    if LFM2.begin in template:  # from 2.5: earlier templates leave calls out of conversations
+    if LFM2.begin in template or _LFM2_TOOLS in template:
         return LFM2
     if match := re.search(r"<tool_call>\{function-name\}(\n?)<arg_key>", template):
         return GLM if match[1] else GLM_COMPACT  # to 4.6, and from 4.7
@@ -117,6 +122,20 @@ def call_format(template: str) -> CallFormat | None:
     if "<tool_call>" in template and not re.search("<arg_key>|<invoke|<tool_calls>", template):
         return HERMES if "<function=" not in template else QWEN_CODER if "<parameter=" in template else None
     return LLAMA if re.search(r"""["']parameters["']\s*:\s*dictionary""", template) else None
+
+
+def with_calls(message: Message, template: str) -> Message:
+    """A message whose text ends with its calls, as the model wrote them, if its template leaves calls out."""
+    if _LFM2_TOOLS not in template or LFM2.begin in template or not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        name, arguments = call["function"]["name"], call["function"].get("arguments", {})
+        calls.append(name + (PYTHON.arguments(arguments) if isinstance(arguments, dict) else f"({arguments})"))
+    written, content = f"{LFM2.begin}[{', '.join(calls)}{LFM2.end}", message.get("content") or ""
+    if isinstance(content, list):
+        return {**message, "content": [*content, {"type": "text", "text": written}]}
+    return {**message, "content": content + written}
 
 
 @dataclass(frozen=True)
