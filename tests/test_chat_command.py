@@ -258,6 +258,7 @@ def test_commands_affect_later_turns(folder, tmp_path, monkeypatch, capsys):
     ("text", "message"),
     [
         ("/fly\n", "/fly: no such command; /help lists them"),
+        *((f"/{name} x\n", f"/{name} x: expected /{name} alone") for name in ("reset", "stats", "help", "quit", "bye")),
         ("/method magic\n", "/method magic: expected one of auto, plain, draft_model"),
         ("/save\n", "expected /save FILE"),
         ("/save {exists}\n", "it exists already; name another file"),

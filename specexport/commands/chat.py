@@ -157,7 +157,8 @@ class Session:
     """A conversation at a terminal.
 
     Attributes:
-        commands: the methods of slash commands, by name; they take the rest of the message.
+        commands: the methods of slash commands, by name. Docstrings begin with the argument of those that take one, the
+            rest of the message.
     """
 
     def __init__(self, conversation: Conversation, terminal: Terminal, show_drafts: bool = False) -> None:
@@ -212,12 +213,14 @@ class Session:
             self._answer(message)
             return True
         name, argument = command[1], (command[2] or "").strip()
-        if name in ("quit", "exit", "bye"):
-            return False
-        if name not in self.commands:
+        called = "quit" if name in ("exit", "bye") else name
+        if called not in self.commands:
             raise RequestError(f"/{name}: no such command; /help lists them, and a space before the slash sends it")
-        self.commands[name](self, argument)
-        return True
+        takes, _ = _usage(self.commands[called])
+        if argument and not takes:
+            raise RequestError(f"/{name} {argument}: expected /{name} alone; a space before the slash sends it")
+        self.commands[called](self, *([argument] if takes else []))
+        return called != "quit"
 
     def _answer(self, question: str) -> None:
         unread = self._conversation.unread
@@ -253,12 +256,12 @@ class Session:
             "message the model reads the last turns only; /reset starts over."
         )
 
-    def _help(self, _: str) -> None:
+    def _help(self) -> None:
         """List the commands and keys."""
         table = Table()
         for name, command in self.commands.items():
-            words = (command.__doc__ or "").partition("\n")[0].split(": ", 1)
-            table.add_row(f"/{name} {words[0] if len(words) > 1 else ''}".rstrip(), words[-1])
+            takes, does = _usage(command)
+            table.add_row(f"/{name} {takes}".rstrip(), does)
         table.add_row(
             '""" … """', "Send several lines as one message; a backslash at the end of a line continues it, too."
         )
@@ -272,12 +275,12 @@ class Session:
             self._conversation.instruct(text[1:-1] if quoted else text)
         self._terminal.notice(f"System prompt: {self._conversation.system or 'none but what the template may have'}")
 
-    def _reset(self, _: str) -> None:
+    def _reset(self) -> None:
         """Forget the conversation, but not the system prompt."""
         self._conversation.reset()
         self._terminal.notice("The conversation starts over.")
 
-    def _stats(self, _: str) -> None:
+    def _stats(self) -> None:
         """Show the costs of the last answer and how full the context is."""
         if self._last is None:
             self._terminal.notice("There is no answer yet.")
@@ -329,10 +332,10 @@ class Session:
         self._saved.add(path.resolve())
         self._terminal.notice(f"Saved {counted(len(self._conversation.turns), 'turn')} to {path}")
 
-    def _quit(self, _: str) -> None:
+    def _quit(self) -> None:
         """Leave."""
 
-    commands: dict[str, Callable[[Session, str], None]] = {  # noqa: RUF012
+    commands: dict[str, Callable[..., None]] = {  # noqa: RUF012
         "system": _system,
         "method": _choose_method,
         "stats": _stats,
@@ -341,6 +344,12 @@ class Session:
         "help": _help,
         "quit": _quit,
     }
+
+
+def _usage(command: Callable[..., None]) -> tuple[str, str]:
+    """The argument that a command takes, or nothing, and what it does."""
+    takes, colon, does = (command.__doc__ or "").partition(": ")
+    return (takes, does) if colon else ("", takes)
 
 
 def _label(chosen: Speculative) -> str:
