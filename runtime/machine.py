@@ -8,7 +8,7 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -19,11 +19,13 @@ from specexport.contract.folders import expanded, home, remove, write_file
 
 Record = TypeVar("Record")
 
-_QUOTA = (
-    ("/sys/fs/cgroup/cpu.max",),
-    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-)
-"""Linux' files with a container's microseconds of processor time a period, and the period: of cgroups v2, and of v1."""
+_GROUPS = Path("/proc/self/cgroup")
+_QUOTAS = {
+    "": (Path("/sys/fs/cgroup"), ("cpu.max",)),
+    "cpu": (Path("/sys/fs/cgroup/cpu"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+}
+"""Linux's control groups by their controller, which version 2 does not name: the folder of all groups, and the files in
+each with its microseconds of processor time a period, and the period."""
 _UNUSED = 30 * 24 * 3600
 """Seconds after which unused entries are removed from the cache folder."""
 
@@ -51,14 +53,28 @@ def disable_telemetry() -> None:
 
 
 def available_cores() -> int:
-    """Cores that this process may use; in a container with a quota of processor time, as many as the quota is worth."""
+    """Cores that this process may use; with a quota of processor time, as many as the quota is worth."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for files in _QUOTA:
-        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
-            quota, period = map(int, " ".join(Path(file).read_text(encoding="ascii") for file in files).split())
-            if quota > 0:
-                cores = min(cores, max(1, quota // period))
-    return cores
+    return min([cores, *(max(1, int(quota)) for quota in _quotas())])
+
+
+def _quotas() -> Iterator[float]:
+    """The quotas of this process's control groups and of those above them, in cores."""
+    try:
+        lines = _GROUPS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for controller in _QUOTAS.keys() & controllers.split(","):
+            root, files = _QUOTAS[controller]
+            group = Path(path.lstrip("/"))
+            for folder in (group, *group.parents):  # in a container the first may be paths of its host
+                with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+                    texts = [(root / folder / file).read_text(encoding="ascii") for file in files]
+                    quota, period = map(int, " ".join(texts).split())
+                    if quota > 0:
+                        yield quota / period
 
 
 def cpu_name() -> str:

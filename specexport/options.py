@@ -50,7 +50,7 @@ class EngineOptions(_ModelOptions, frozen=True, kw_only=True):
         check_hashes: compare a bundle's files with its manifest.
         cache_graphs: keep packed int8 and int4 matrices in the cache folder, so that a bundle opens faster next time.
         tensor_parallel_size: number of processes that share the target (default: 1, or the bundle's).
-        threads: CPU threads (default: one per core).
+        threads: CPU threads, at most one per core (default: one per core).
         backend: backend that runs the bundle: onnxruntime, onnxruntime-cuda, tensorrt, tensorrt-rtx or an installed
             package's (default: the one it was built for).
         gpu_memory_utilization: share of a GPU's memory that may be used, other programs included; has no effect on a
@@ -74,7 +74,7 @@ class EngineOptions(_ModelOptions, frozen=True, kw_only=True):
     check_hashes: Annotated[bool, _model(off="compare only the sizes of a bundle's files")] = True
     cache_graphs: Annotated[bool, _machine(off="do not keep packed int8 and int4 matrices in the cache folder")] = True
     tensor_parallel_size: Annotated[int | None, _machine("N", short="-tp", ge=1)] = None
-    threads: Annotated[int | None, _machine("N", ge=1, le=1024)] = None
+    threads: Annotated[int | None, _machine("N", ge=1)] = None
     backend: Annotated[str | None, _machine("NAME")] = None
     gpu_memory_utilization: Annotated[float, _machine("SHARE", gt=0, le=1)] = DEFAULT_UTILIZATION
 

@@ -14,6 +14,9 @@ import pytest
 
 from specexport.contract.errors import ClosedError
 from specexport.runtime import Chunk, Completion, Engine, RequestError, SamplingParams, Stats, Stream
+from specexport.runtime.backend import BackendOptions, open_backend
+from specexport.runtime.backends.onnxruntime import backend
+from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN
 from tests.fixtures import Bundles, Engines
 from tests.manifests import put
@@ -343,6 +346,13 @@ def test_a_stream_closed_while_it_waits_for_its_turn_never_runs(fresh_engine):
 
 
 # --- threads and closing ----------------------------------------------------------------------------------------------
+
+
+def test_threads_beyond_the_cores_are_not_started(bundle, monkeypatch):
+    monkeypatch.setattr(backend, "available_cores", lambda: 1)
+    opened, options = Bundle.open(bundle(NAME)), BackendOptions("onnxruntime", threads=1000)
+    with pytest.warns(UserWarning, match=r"^threads is 1000, and this process may use 1 core: it takes 1 thread, as"):
+        assert ", 1 thread," in open_backend(opened, options).device
 
 
 def test_a_closed_engine_refuses_requests(bundle):

@@ -108,20 +108,30 @@ def test_a_cache_of_many_slots_takes_memory_for_rows_that_are_there():
     assert zeros.sum() == 4 * 2 * 256 * 16
 
 
+V2, V1 = "0::/a/b", "4:cpu,cpuacct:/a/b"
+
+
 @pytest.mark.parametrize(
-    ("texts", "cores"),
+    ("group", "texts", "cores"),
     [
-        (["250000 100000\n"], 2),
-        (["50000 100000\n"], 1),
-        (["max 100000\n"], 4),
-        (["300000\n", "100000\n"], 3),
-        (["-1\n", "100000\n"], 4),
+        (V2, {"cpu.max": "250000 100000"}, 2),
+        (V2, {"a/b/cpu.max": "50000 100000"}, 1),
+        (V2, {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),
+        (V2, {"a/cpu.max": "100000 100000", "a/b/cpu.max": "350000 100000", "b/cpu.max": "1 1"}, 1),
+        (V2, {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "100000"}, 4),
+        (V1, {"cpu/a/cpu.cfs_quota_us": "300000", "cpu/a/cpu.cfs_period_us": "100000"}, 3),
+        (V1, {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "50000"}, 2),
+        (V1, {"cpu/a/b/cpu.cfs_quota_us": "-1", "cpu/a/b/cpu.cfs_period_us": "100000"}, 4),
+        ("", {"cpu.max": "100000 100000"}, 4),
     ],
 )
-def test_a_containers_quota_counts_as_cores(tmp_path, monkeypatch, texts, cores):
-    files = tuple(str(tmp_path / str(at)) for at in range(len(texts)))
-    for file, text in zip(files, texts, strict=True):
-        Path(file).write_text(text)
-    monkeypatch.setattr(machine, "_QUOTA", (("/none",), files))
+def test_quotas_of_control_groups_count_as_cores(tmp_path, monkeypatch, group, texts, cores):
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    (tmp_path / "cgroup").write_text(f"2:memory:/m\n{group}\n" if group else "")
+    monkeypatch.setattr(machine, "_GROUPS", tmp_path / "cgroup")
+    mounted = {name: (tmp_path / name, files) for name, (_, files) in machine._QUOTAS.items()}
+    monkeypatch.setattr(machine, "_QUOTAS", mounted)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     assert available_cores() == cores

@@ -206,7 +206,7 @@ def test_the_backend_is_the_engines(bundle):
         ({"model": "m", "draft_precision": "int8"}, "draft_precision was given without a draft"),
         ({"model": "m", "draft_precision": None}, "m: no such folder"),
         ({"model": "m", "precision": "int9"}, "precision is 'int9'; expected one of fp32, fp16"),
-        ({"model": "m", "threads": 0}, "threads is 0; expected a whole number from 1 to 1024"),
+        ({"model": "m", "threads": 0}, "threads is 0; expected a whole number >= 1"),
         ({"bundle": "{}", "speculative_config": {"method": "medusa"}}, "method is 'medusa'; the bundle has draft"),
         ({"bundle": "{}", "speculative_config": "medusa"}, "method is 'medusa'; the bundle has draft_model"),
         ({"bundle": "{}", "speculative_config": {"model": "x"}}, "model was given with a bundle"),

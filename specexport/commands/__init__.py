@@ -98,7 +98,7 @@ class MeasuringOptions(BundleOptions, frozen=True, kw_only=True):
 
     Attributes:
         plot: also write a page with tables and charts that opens offline (default: none).
-        threads: CPU threads (default: one per core).
+        threads: CPU threads, at most one per core (default: one per core).
     """
 
     plot: Annotated[Path | None, option("FILE.html")] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -27,7 +28,14 @@ class OnnxRuntimeBackend:
 
     def __init__(self, bundle: Bundle, options: BackendOptions) -> None:
         self._bundle = bundle
-        self._threads = options.threads or available_cores()
+        cores = available_cores()
+        self._threads = min(options.threads or cores, cores)
+        if options.threads is not None and options.threads > cores:
+            warnings.warn(
+                f"threads is {options.threads}, and this process may use {counted(cores, 'core')}: it takes "
+                f"{counted(cores, 'thread')}, as more would wait for each other",
+                stacklevel=2,
+            )
         self._options = replace(options, threads=self._threads)
         self._followers: list[Followers] = []
         self.default_slots = bundle.manifest.batch_sizes[-1]  # all, as unused slots take no memory
