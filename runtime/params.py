@@ -67,7 +67,7 @@ class SamplingParams(Options, frozen=True):
         json_schema: constrains the output to JSON of this schema; needs llguidance (default:
             none).
         grammar: constrains the output to a grammar in llguidance's dialect of Lark (default: none).
-        ignore_eos: continue past end-of-text tokens, to max_tokens.
+        ignore_eos: continue past end-of-text tokens, up to the maximum length.
         rules: further rules of the model's generation_config.json (default: none).
         acceptance: acceptance rule; typical and relaxed (for a hypothesis) accept more and are not lossless.
         posterior_threshold: epsilon of typical acceptance (default: the bundle's).

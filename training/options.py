@@ -33,7 +33,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
     """Options of every training. A resumed training must have the same values, but for options with ``fixed=False``.
 
     Attributes:
-        target: Hugging Face folder or hub id.
+        target: a model: Hugging Face folder, hub id or .gguf file.
         data: text files, or .jsonl or .json with text, conversations (ShareGPT) or messages; only the assistant's turns
             of chats are learned.
         output: folder to write.
@@ -56,7 +56,7 @@ class RunOptions(Options, frozen=True, kw_only=True):
         save_every: steps between checkpoints (default: 10 to 50).
     """
 
-    target: Annotated[str, option("DIR_OR_ID")]
+    target: Annotated[str, option("MODEL")]
     data: Annotated[tuple[Path, ...], option("FILE", fixed=False)]
     output: Annotated[Path, option("DIR", short="-o", fixed=False)]
     overwrite: Annotated[bool, option(fixed=False)] = False
@@ -150,9 +150,9 @@ class StatesDraftTraining(DraftRunOptions, frozen=True, kw_only=True):
     """Options of trainings of drafts that read the target's layer states: EAGLE-3 and DFlash.
 
     Attributes:
-        states: numbers of target layers after which the draft reads the residual stream, as many as are given; DFlash
-            takes none below 1 (default: as in published drafts, 2, L/2 and L - 3 of L layers for EAGLE-3, and as many
-            evenly spread ones as it has layers for DFlash).
+        states: the draft reads the target's states after these numbers of layers, any number of them; for DFlash from 1
+            (default: as in published drafts, 2, L/2 and L - 3 of L layers for EAGLE-3, and as many evenly spread ones
+            as it has layers for DFlash).
         self_distill: learn this many texts sampled from the target, half of them greedy, instead of the data, from
             which their prompts are cut.
         intermediate_size: width of the draft's MLPs (default: the target's).
