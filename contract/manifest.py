@@ -146,7 +146,7 @@ class GenerationDefaults(Strict, frozen=True):
     """
 
     temperature: Annotated[float, Meta(ge=0.0)] = 0.0
-    top_p: Share = 1.0
+    top_p: Probability = 1.0
     top_k: Count = 0
     min_p: Probability = 0.0
     repetition_penalty: Penalty = 1.0

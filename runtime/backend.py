@@ -294,7 +294,7 @@ def write_sampling(inputs: Mapping[str, Array], at: int, params: SamplingParams)
     """Writes a slot's sampling parameters into a graph's inputs; greedy decoding is top-k of 1."""
     inputs[tensors.TEMPERATURE][at] = 1.0 if params.greedy else params.temperature
     inputs[tensors.TOP_K][at] = 1 if params.greedy else min(max(params.top_k, 0), 2**31)
-    inputs[tensors.TOP_P][at] = params.top_p
+    inputs[tensors.TOP_P][at] = 1.0 if params.greedy else params.top_p
     inputs[tensors.MIN_P][at] = params.min_p
 
 

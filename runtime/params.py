@@ -43,7 +43,7 @@ class SamplingParams(Options, frozen=True):
     Attributes:
         max_tokens: most tokens to generate; None for as many as the context holds.
         temperature: divide logits by this; 0, and anything below 1e-5, is greedy.
-        top_p: keep the most probable tokens with this total probability; 1 keeps all.
+        top_p: keep the most probable tokens with this total probability; 1 keeps all, 0 is greedy.
         top_k: keep the N most probable tokens; 0 or -1 keeps all.
         min_p: keep tokens with this share of the highest probability; 0 keeps all.
         seed: gives the same text again on a machine where steps verify the same trees (default: a new one).
@@ -84,7 +84,7 @@ class SamplingParams(Options, frozen=True):
 
     max_tokens: Annotated[int | None, _text("N", short="-n", ge=0)] = DEFAULT_MAX_TOKENS
     temperature: Annotated[float, _sampling("T", ge=0)] = 1.0
-    top_p: Annotated[float, _sampling("P", gt=0, le=1)] = 1.0
+    top_p: Annotated[float, _sampling("P", ge=0, le=1)] = 1.0
     top_k: Annotated[int, _sampling("N", ge=-1, le=2**31 - 1, expected="a whole number >= -1")] = 0
     min_p: Annotated[float, _sampling("P", ge=0, le=1)] = 0.0
     seed: Annotated[int | None, _sampling("N", ge=0)] = None
@@ -177,7 +177,7 @@ class SamplingParams(Options, frozen=True):
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is chosen instead of sampling."""
-        return self.temperature < _GREEDY_BELOW or self.top_k == 1
+        return self.temperature < _GREEDY_BELOW or self.top_k == 1 or self.top_p == 0
 
     def replace(self, **changes: Any) -> SamplingParams:
         return msgspec.structs.replace(self, **changes)

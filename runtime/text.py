@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,13 @@ _HELD = 16
 """Most tokens without text: more of them are malformed output rather than an unfinished character."""
 _BEFORE = 8
 """Number of the prompt's last tokens that are looked at."""
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""The name of a token that stands for a byte, in SentencePiece's vocabularies."""
+_PRINTED = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {
+    chr(0x100 + at): byte for at, byte in enumerate(sorted({*range(256)}.difference(_PRINTED)))
+}
+"""The byte of each letter in the names of byte-level tokens, as in GPT-2."""
 _SPECIAL_TOKENS: WeakKeyDictionary[Tokenizer, Mapping[int, str]] = WeakKeyDictionary()
 
 
@@ -140,6 +148,14 @@ def special_tokens(tokenizer: Tokenizer) -> Mapping[int, str]:
         added = tokenizer.get_added_tokens_decoder().items()
         _SPECIAL_TOKENS[tokenizer] = {token: entry.content for token, entry in added if entry.special}
     return _SPECIAL_TOKENS[tokenizer]
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
+    """The bytes of a token whose name spells them, as it may hold a part of a character; None for other names."""
+    name = tokenizer.id_to_token(token) or ""
+    if match := _BYTE_TOKEN.fullmatch(name):
+        return bytes.fromhex(match[1])
+    return bytes(_BYTES[letter] for letter in name) if _BYTES.keys() >= {*name} else None
 
 
 class _PendingText:

@@ -262,7 +262,7 @@ WRONG_KINDS: dict[str, tuple[Any, ...]] = {
     "methods.0.candidates": (0,),
     "tokenizer.eos_token_ids": ([-1],),
     "tokenizer.special_tokens": ({"bos_token": 3},),
-    "generation.top_p": (0,),
+    "generation.top_p": (-0.1,),
     "generation.temperature": (-1,),
     "files.0.size": (-1,),
     "files.0.sha256": ("0" * 63, "G" * 64),

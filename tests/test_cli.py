@@ -117,7 +117,7 @@ def test_a_terminal_shows_that_the_text_was_cut(folder, words, said, cli, monkey
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--top-p", "3"], "--top-p is 3.0; expected a number in (0, 1]"),
+        (["--top-p", "3"], "--top-p is 3.0; expected a number in [0, 1]"),
         (["--temperature", "-1"], "--temperature is -1.0; expected a number >= 0"),
         (["--threads", "0"], "--threads is 0; expected a whole number >= 1"),
         (["--method", "magic"], "--method is 'magic'; the bundle has draft_model"),

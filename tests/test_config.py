@@ -55,7 +55,7 @@ def refused(model: Path, *words: str) -> None:
         ("top_k", -1, ">= 0"),
         ("temperature", -1, ">= 0"),
         ("temperature", "1", "temperature is a text; expected a number"),
-        ("top_p", 0, "> 0"),
+        ("top_p", -0.5, ">= 0"),
         ("min_p", 2, "<= 1"),
         ("do_sample", "yes", "do_sample is a text; expected true or false"),
         ("eos_token_id", [1, "a"], "eos_token_id[1]"),

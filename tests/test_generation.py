@@ -309,6 +309,7 @@ def test_faults_are_named_with_their_file(key, value, place, with_settings):
         {"epsilon_cutoff": 0.9},
         {"eta_cutoff": 0.02},
         {"top_h": 0.4},
+        {"top_p": 0.0},
         {"top_h": 0.8, "temperature": 1.4, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
         {"typical_p": 0.9, "epsilon_cutoff": 0.002, "eta_cutoff": 0.004, "temperature": 0.8, "top_p": 0.95},
     ],

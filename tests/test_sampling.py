@@ -340,7 +340,7 @@ def test_greedy_sampling_equals_greedy_acceptance(row, params, uniform):
 OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "max_tokens": (-1, 1.5, True),
     "temperature": (-0.1, math.nan, math.inf, "warm"),
-    "top_p": (0.0, 1.01),
+    "top_p": (-0.1, 1.01),
     "top_k": (-2, 2.0),
     "min_p": (-0.1, 1.1),
     "acceptance": ("loose",),

@@ -115,6 +115,14 @@ def test_echo_and_no_tokens(client):
         assert "".join(choice.text for part in parts for choice in part.choices) == PROMPT
 
 
+def test_a_top_p_of_0_is_greedy(client):
+    greedy, none = (
+        client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, **params)
+        for params in ({"temperature": 0}, {"temperature": 1, "top_p": 0})
+    )
+    assert none.choices[0].text == greedy.choices[0].text
+
+
 def test_stop_texts_seeds_and_n(tiny, client):
     whole = answer_text(tiny, PROMPT, temperature=0.0, max_tokens=16, ignore_eos=True).text
     stop = whole[4:6]
@@ -210,7 +218,14 @@ def test_chat_logprobs_name_tokens_and_bytes(client):
     for entry in content:
         assert len(entry.top_logprobs) == 3
         assert entry.logprob == entry.top_logprobs[0].logprob
-        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+        assert "\ufffd" in entry.token or bytes(entry.bytes).decode() == entry.token
+
+
+def test_chat_logprobs_name_the_bytes_of_parts_of_characters(client, tiny):
+    half = tiny.service.engine.frontend.engine.tokenizer.token_to_id("Ã")  # the first byte of é
+    arguments: Any = {"messages": CHAT, "max_tokens": 1, "logprobs": True, "logit_bias": {half: 100}, **GREEDY}
+    (entry,) = client.chat.completions.create(model=NAME, **arguments).choices[0].logprobs.content
+    assert (entry.token, entry.bytes) == ("\ufffd", ["é".encode()[0]])
 
 
 def test_template_errors_are_request_errors(client):
@@ -387,7 +402,7 @@ CUT = {"type": "function", "name": "f", "parameters": {"title": HALF}}
         ("completions", {"max_tokens": -1}, "max_tokens", "at least 0"),
         ("completions", {"max_tokens": "5"}, "max_tokens", "max_tokens is '5'; expected a whole number"),
         ("completions", {"temperature": 3}, "temperature", "at most 2"),
-        ("completions", {"top_p": 0}, "top_p", "top_p is 0; expected more than 0"),
+        ("completions", {"top_p": -1}, "top_p", "top_p is -1; expected at least 0"),
         ("completions", {"n": 0}, "n", "at least 1"),
         ("completions", {"logprobs": 21}, "logprobs", "at most 20"),
         ("completions", {"magic": 1}, "magic", "not known; leave it out"),
@@ -712,6 +727,10 @@ def test_requests_choose_among_templates(bundle, tmp_path):
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------
+
+
+def test_idle_connections_stay_open_for_longer_than_in_clients_and_proxies(tiny):
+    assert tiny.server.config.timeout_keep_alive > 90  # as Go's clients keep theirs; nginx 60, aiohttp 15 seconds
 
 
 def _stream(url: str, max_tokens: int, events: list[str], begun: threading.Event) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from specexport.runtime.text import TextStream
+from specexport.runtime.text import TextStream, token_bytes
 
 HARD = "é日本語😀👩‍👩‍👧‍👦🏳️‍🌈 e\u0301 \u200f\ufffd\n"
 
@@ -68,6 +68,13 @@ def test_pieces_make_up_the_text(tokenizer, text):
     assert "".join(pieces) == tokenizer.decode(tokens)
     assert tokenizer is not TOKENIZERS["byte_level"] or "".join(pieces) == text
     assert not stopped
+
+
+@every_tokenizer
+def test_bytes_of_tokens_make_up_a_character(tokenizer):
+    tokens = tokenizer.encode("日😀", add_special_tokens=False).ids
+    pieces = [token_bytes(tokenizer, token) for token in tokens]
+    assert b"".join(piece for piece in pieces if piece is not None) == "日😀".encode()  # ▁ is no bytes
 
 
 @every_tokenizer

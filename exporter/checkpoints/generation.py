@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Meta
 
 from specexport.contract.errors import BuildError, explained
-from specexport.contract.manifest import NO_RULES, GenerationDefaults, GenerationRules, Length, Penalty, Share, Whole
+from specexport.contract.manifest import NO_RULES, GenerationDefaults, GenerationRules, Length, Penalty, Whole
 from specexport.contract.model import Count, Probability
 from specexport.exporter.checkpoints.documents import CONFIG, GENERATION, read_object
 
@@ -30,7 +30,7 @@ class _GenerationConfig(msgspec.Struct):
 
     do_sample: bool | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
-    top_p: Share | None = None
+    top_p: Probability | None = None
     top_k: Whole | None = None
     min_p: Probability | None = None
     repetition_penalty: Penalty | None = None

@@ -76,6 +76,9 @@ _EVENT = {
     "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON, or [DONE] at the end."}},
     "required": ["data"],
 }
+_KEEP_ALIVE = 120
+"""Seconds that an idle connection stays open: longer than clients and proxies keep theirs for a next request, which
+would be lost while the server closes the connection."""
 _MARGIN = 5
 """Seconds to send the last answers."""
 _TICK = 0.1
@@ -254,7 +257,8 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, engine: AsyncEngine, *, shutdown_timeout: float, **config: Any) -> None:
-        super().__init__(uvicorn.Config(app, http=Connection, server_header=False, lifespan="off", **config))
+        fixed: dict[str, Any] = {"server_header": False, "lifespan": "off", "timeout_keep_alive": _KEEP_ALIVE}
+        super().__init__(uvicorn.Config(app, http=Connection, **fixed, **config))
         self._engine, self._shutdown_timeout = engine, shutdown_timeout
 
     @contextlib.contextmanager

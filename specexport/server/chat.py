@@ -15,6 +15,7 @@ from specexport.async_engine import AsyncStream
 from specexport.contract.errors import RequestError
 from specexport.runtime import Chunk, TokenLogprobs
 from specexport.runtime.chat import Message
+from specexport.runtime.text import token_bytes
 from specexport.server import answers
 from specexport.server.request_parts import ChatMessage, Function
 from specexport.server.requests import ChatRequest, JsonSchema, TemplateOptions, TokenizeRequest
@@ -140,9 +141,9 @@ class _Format:
     def _logprob(self, entry: TokenLogprobs) -> answers.ChatLogprob:
         def describe(token: int, logprob: float) -> dict[str, Any]:
             text = self._frontend.token_text(token)
-            # The token may be a part of a character, without text.
-            content = list(text.encode()) if "\ufffd" not in text else None
-            return {"token": text, "logprob": finite_logprob(logprob), "bytes": content}
+            partial = "\ufffd" in text  # perhaps a part of a character, which has no text
+            content = token_bytes(self._frontend.engine.tokenizer, token) if partial else text.encode()
+            return {"token": text, "logprob": finite_logprob(logprob), "bytes": None if content is None else [*content]}
 
         top = [answers.TopLogprob(**describe(*pair)) for pair in entry.top]
         return answers.ChatLogprob(**describe(entry.token, entry.logprob), top_logprobs=top)
