@@ -23,6 +23,7 @@ from specexport.server.tools import GEMMA as GEMMA_FORM
 from specexport.server.tools import GLM as GLM_FORM
 from specexport.server.tools import GLM_COMPACT as GLM_COMPACT_FORM
 from specexport.server.tools import LFM2 as LFM2_FORM
+from specexport.server.tools import LLAMA as LLAMA_FORM
 from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
 from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls, with_calls
 from tests.fixtures import Bundles
@@ -117,6 +118,41 @@ def test_a_model_calls_by_itself(family, running, client):
     free = client.chat.completions.create(**arguments | {"max_tokens": 8})
     assert free.choices[0].message.tool_calls is None
     assert family.mark not in (free.choices[0].message.content or "")
+
+
+def test_beside_calls_an_answer_may_be_json(family, running, client):
+    document = {"a": f"{family.mark}é"}
+    schema = {"type": "object", "properties": {"a": {"const": document["a"]}}, "required": ["a"]}
+    schema |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    asked: Any = {"model": NAME, "messages": CHAT, "tools": TOOLS, "response_format": shape, "temperature": 0}
+    client.chat.completions.create(**asked, tool_choice="required", max_tokens=1)
+    form = call_format(family.template)
+    if form in (None, LLAMA_FORM):
+        with pytest.raises(openai.BadRequestError, match=r"no way of calling tools|whose calls are JSON too"):
+            client.chat.completions.create(**asked)
+        return
+    assert form is not None
+    engine, begin = running.service.engine.frontend.engine, ""
+    if family is GPT_OSS:
+        begin = "<|channel|>final<|message|>"
+    else:
+        bias = {engine.tokenizer.token_to_id("{"): 100.0}
+        text, *_, calls, finish = answered(client, **asked, logit_bias=bias, max_tokens=100)
+        assert (json.loads(text), calls, finish) == (document, [], "stop")
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+    tools = [Function.model_validate(tool["function"]) for tool in TOOLS]
+    calling = Calling(form, tools, forced=False, parallel=True, schema=json.dumps(schema))
+    for said, fits in ((begin + text, True), (f"{begin}well {text}", False)):
+        tokens = engine.tokenizer.encode(said, add_special_tokens=False).ids
+        bound = Grammars(engine.tokenizer, 320, engine.manifest.tokenizer.eos_token_ids).constraint(
+            "grammar", calling.grammar(), skip_special_tokens=False
+        )
+        assert (bound._matcher.try_consume_tokens(tokens) == len(tokens)) == fits
+    for size in (1, 5):
+        reader, whole = CallReader(calling), begin + text
+        parts = [reader.push(whole[at : at + size], at + size >= len(whole)) for at in range(0, len(whole), size)]
+        assert ("".join(part for part, _ in parts), reader.calls) == (text, 0)
 
 
 def test_a_call_goes_back_into_the_prompt(family, client):

@@ -18,7 +18,7 @@ from specexport.runtime.chat import Message
 from specexport.runtime.text import token_bytes
 from specexport.server import answers
 from specexport.server.request_parts import ChatMessage, Function
-from specexport.server.requests import ChatRequest, JsonSchema, TemplateOptions, TokenizeRequest
+from specexport.server.requests import ChatRequest, TemplateOptions, TokenizeRequest
 from specexport.server.service import Service, finite_logprob, prompt_logprobs, respond
 from specexport.server.tools import Calling, CallReader, template_tools, whole_calls, with_calls
 
@@ -34,8 +34,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     tools = () if calls is None else body.offered
     prompt = await chat_tokens(service, body, body.messages, tools, body.reasoning_effort, **ending(body))
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    shape = body.response_format.json_schema if isinstance(body.response_format, JsonSchema) else body.response_format
-    params = service.params(body, limit, (body.top_logprobs or 0) if body.logprobs else None, calls, shape)
+    params = service.params(body, limit, (body.top_logprobs or 0) if body.logprobs else None, calls)
     streams = await service.start([prompt], params.replace(prompt_logprobs=body.prompt_logprobs), body)
     form = _Format(service, head, body, calls, streams[0])
     return await respond(service, request, body, streams, form)

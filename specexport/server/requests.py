@@ -5,6 +5,7 @@ Unknown fields and unsupported values are refused, never ignored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -12,6 +13,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from specexport.runtime import SamplingParams
 from specexport.server.request_parts import (
+    ANY_OBJECT,
     MAX_CHOICES,
     Alternatives,
     ChosenTool,
@@ -104,6 +106,11 @@ class GenerationRequest(_Sampling):
         """The expected output."""
         return None
 
+    @property
+    def schema_of_text(self) -> str | None:
+        """The JSON schema that the output's text has to match, as JSON; None for any text."""
+        return None
+
 
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
@@ -144,6 +151,13 @@ class JsonSchema(RequestModel):
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
+
+
+def _schema(form: AnyFormat | NamedSchema | None) -> str | None:
+    """The JSON schema of a format, as JSON; None for any text."""
+    if isinstance(form, NamedSchema):
+        return json.dumps(form.schema_)
+    return ANY_OBJECT if form is not None and form.type == "json_object" else None
 
 
 class Prediction(RequestModel):
@@ -239,6 +253,11 @@ class ChatRequest(ConversationRequest):
     def hypothesis(self) -> str | None:
         return plain_text(self.prediction.content) if self.prediction is not None else None
 
+    @property
+    def schema_of_text(self) -> str | None:
+        form = self.response_format
+        return _schema(form.json_schema if isinstance(form, JsonSchema) else form)
+
 
 class TextConfig(RequestModel):
     """The format of a response's text."""
@@ -325,6 +344,10 @@ class ResponseRequest(ConversationRequest):
         [], description="Functions it may call."
     )
     top_logprobs: Annotated[Any, Only((0,))] = None
+
+    @property
+    def schema_of_text(self) -> str | None:
+        return None if self.text is None else _schema(self.text.format)
 
 
 class TokenizeRequest(TemplateOptions):

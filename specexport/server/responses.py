@@ -39,8 +39,7 @@ async def answer_response(service: Service, request: Request, body: ResponseRequ
     effort = None if body.reasoning is None else body.reasoning.effort
     calls = service.calling(body)
     prompt = await chat_tokens(service, body, messages, () if calls is None else body.offered, effort)
-    shape = None if body.text is None else body.text.format
-    params = service.params(body, body.max_output_tokens, None, calls, shape)
+    params = service.params(body, body.max_output_tokens, None, calls)
     (stream,) = await service.start([prompt], params, body)
     response = _Response(model, body, params, stream, Output(calls))
     if body.stream:

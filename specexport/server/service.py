@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import threading
 import time
@@ -28,15 +27,7 @@ from specexport.runtime.text import special_tokens
 from specexport.server import answers
 from specexport.server.errors import ApiError, api_error
 from specexport.server.metrics import Metrics
-from specexport.server.request_parts import ANY_OBJECT
-from specexport.server.requests import (
-    SAMPLING,
-    AnyFormat,
-    ConversationRequest,
-    GenerationRequest,
-    NamedSchema,
-    StreamOptions,
-)
+from specexport.server.requests import SAMPLING, ConversationRequest, GenerationRequest, StreamOptions
 from specexport.server.tools import Calling, calling
 
 LENGTHS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
@@ -103,7 +94,7 @@ class Service:
         """The calls that a request's answer may make; see :func:`~specexport.server.tools.calling`."""
         template = self.frontend.require_chat_template()
         result = calling(body, template.source(body.chat_template, tools=bool(body.offered)))
-        if result is None or not body.skip_special_tokens:
+        if result is None or not body.skip_special_tokens or result.schema is not None:  # JSON may hold their names
             return result
         return replace(result, hidden=self._special_tokens)
 
@@ -119,17 +110,14 @@ class Service:
         max_tokens: int | None,
         logprobs: int | None,
         calls: Calling | None = None,
-        shape: AnyFormat | NamedSchema | None = None,
     ) -> SamplingParams:
         """The sampling parameters of a request, by default the model's, with the constraints of calls or a format."""
         structured = [] if body.structured_outputs is None else body.structured_outputs.bounds()
         bounds: dict[str, Any] = {"structured_outputs": structured[0]} if structured else {}
-        if isinstance(shape, NamedSchema):
-            bounds[body.format_field] = {"json_schema": json.dumps(shape.schema_)}
-        elif shape is not None and shape.type != "text":
-            bounds[body.format_field] = {"json_schema": ANY_OBJECT}
         if calls is not None:
             bounds["tools"] = calls.bound()
+        elif body.schema_of_text is not None:
+            bounds[body.format_field] = {"json_schema": body.schema_of_text}
         if len(bounds) > 1:
             name, other, *_ = bounds
             raise RequestError(f"{name}: given with {other}; give one of them", param=name)

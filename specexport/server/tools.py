@@ -145,6 +145,7 @@ class Calling:
     Attributes:
         forced: whether the answer consists of nothing but calls.
         parallel: whether there may be several calls.
+        schema: JSON schema of an answer without calls, as JSON; None for any text.
         hidden: special tokens to leave out of the answer's text.
     """
 
@@ -152,6 +153,7 @@ class Calling:
     tools: Sequence[Function]
     forced: bool
     parallel: bool
+    schema: str | None = None
     hidden: re.Pattern[str] | None = None
 
     def bound(self) -> dict[str, Any]:
@@ -170,8 +172,12 @@ class Calling:
             if form.marks is not None:
                 arguments, rules = form.marks.rules(f"call_{at}", tool, {"x-guidance": _OBJECT["x-guidance"]})
             calls += [f"call_{at}: {head} {arguments} {_literal(form.tail)}", *rules]
+        text = r"TEXT: /(.|\n)*/"
+        if self.schema is not None:
+            calls.append(f"answer: %json {self.schema}")
         if form is HARMONY:
-            lines = ["start: call"] if self.forced else _MESSAGES
+            said = "TEXT" if self.schema is None else "answer"
+            lines = ["start: call"] if self.forced else [*_MESSAGES, f'final: "{_FINAL}" {said}', text]
         else:
             between = f"{form.end}\n{form.begin}" if form.between is None else form.between
             several = f"({_literal(between)} call)*" if form.begin and self.parallel else ""
@@ -180,9 +186,11 @@ class Calling:
             )
             if self.forced:
                 lines = [f"start: {_literal(form.mark)} {tail}"]
+            elif self.schema is not None:
+                lines = [f"start: answer | {_literal(form.mark)} {tail}"]
             elif form.begin:
                 # The lazy part ends the text at the first mark, after which only calls follow.
-                lines = [f"start: TEXT | marked {tail}", f"marked[lazy]: TEXT {quote(form.mark)}", r"TEXT: /(.|\n)*/"]
+                lines = [f"start: TEXT | marked {tail}", f"marked[lazy]: TEXT {quote(form.mark)}", text]
             else:
                 lines = [
                     f"start: TEXT | {quote(_PYTHON_TAG)}? call",
@@ -195,8 +203,6 @@ _MESSAGES = [
     "start: note* (final | call)",
     'note: ("<|channel|>analysis<|message|>" | "<|channel|>commentary<|message|>") said "<|start|>assistant"',
     'said[lazy]: TEXT "<|end|>"',
-    f'final: "{_FINAL}" TEXT',
-    r"TEXT: /(.|\n)*/",
 ]
 """The rules of an answer in channels that may be something else than a call."""
 
@@ -242,8 +248,15 @@ def calling(request: ConversationRequest, template: str) -> Calling | None:
             "or to one of the tools, or to none",
             param="tools",
         )
+    schema = request.schema_of_text
+    if schema is not None and choice == "auto" and form is LLAMA:
+        raise RequestError(
+            f"{request.format_field}: given with tools, whose calls are JSON too with this model; give one of them, or "
+            "set tool_choice to required, to one of the tools or to none",
+            param=request.format_field,
+        )
     several = request.parallel_tool_calls and not isinstance(choice, FunctionName)
-    return Calling(form or _PLAIN, tools, choice != "auto", several)
+    return Calling(form or _PLAIN, tools, choice != "auto", several, schema)
 
 
 class CallReader:
@@ -255,6 +268,7 @@ class CallReader:
 
     def __init__(self, calling: Calling) -> None:
         self._format, self._hidden = calling.format, calling.hidden
+        self._anywhere = bool(self._format.mark) and calling.schema is None  # or a call is the whole answer
         self._tools = {tool.name: tool for tool in calling.tools}
         # Two groups for a head with two alternative places of the name.
         name, again = _NAME, _NAME.replace("name", "again", 1)
@@ -304,14 +318,16 @@ class CallReader:
         return self._take(len(self._text) - (0 if last else overlap(self._text, mark))), False
 
     def _read_text(self, last: bool) -> str:
-        if self._format.begin:
-            text, complete = self._until(self._format.mark, last)
+        mark = self._format.mark
+        if self._anywhere:
+            text, complete = self._until(mark, last)
             if complete:
                 self._reading = self._head
             return text
-        if self._may_call and not last and _PYTHON_TAG.startswith(self._text):
+        if self._may_call and not last and (mark or _PYTHON_TAG).startswith(self._text):
             return ""
-        if self._may_call and self._text.removeprefix(_PYTHON_TAG)[:1] in ("{", ""):
+        calls = self._text.startswith(mark) if mark else self._text.removeprefix(_PYTHON_TAG)[:1] in ("{", "")
+        if self._may_call and calls:
             self._reading = self._head
             return ""
         self._may_call = False
