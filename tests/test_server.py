@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 from specexport.runtime import SamplingParams, Stats
 from specexport.runtime.chat import ChatTemplate
@@ -244,6 +245,30 @@ def test_an_answer_may_be_sent_back_as_the_client_holds_it(client):
     first = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=4)
     message: Any = first.choices[0].message
     client.chat.completions.create(model=NAME, messages=[*CHAT, message, CHAT[1]], max_tokens=4)
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own
+def test_what_the_clients_helpers_return_may_be_sent_back(client):
+    class Pet(BaseModel):
+        kind: Literal["cat"]
+
+    pet = {"name": "pet", "parameters": {**Pet.model_json_schema(), "additionalProperties": False}, "strict": True}
+    chat: Any = {"model": NAME, "messages": CHAT, "max_tokens": 60}
+    parsed = client.chat.completions.parse(**chat, response_format=Pet).choices[0].message
+    assert parsed.parsed == Pet(kind="cat")
+    tools: Any = {"tools": [{"type": "function", "function": pet}], "tool_choice": "required"}
+    with client.chat.completions.stream(**chat, **tools, parallel_tool_calls=False) as stream:
+        called = stream.get_final_completion().choices[0].message
+    assert called.tool_calls[0].function.parsed_arguments == {"kind": "cat"}
+    for message in (parsed, called, called.model_dump()):
+        client.chat.completions.create(model=NAME, messages=[*CHAT, message, CHAT[1]], max_tokens=1)
+    asked: Any = {"model": NAME, "max_output_tokens": 60}
+    items = client.responses.parse(**asked, input="one", text_format=Pet).output
+    tools["tools"] = [{"type": "function", **pet}]
+    with client.responses.stream(**asked, **tools, input="one", parallel_tool_calls=False) as events:
+        items += events.get_final_response().output
+    for item in (*items, *(item.model_dump() for item in items)):
+        client.responses.create(model=NAME, input=[item, CHAT[1]], max_output_tokens=1)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])

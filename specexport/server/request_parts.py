@@ -62,6 +62,7 @@ def whole_text(value: Any) -> Any:
 
 Unsupported = Annotated[Any, Only()]
 Label = Annotated[Annotated[str, Field(max_length=512)] | None, Field(description="A label: changes nothing.")]
+Copy = Annotated[Any, Field(exclude=True, description="OpenAI's clients add it to what they read: changes nothing.")]
 
 # Lists are refused at their first error, as reporting a million errors would take long.
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -169,6 +170,7 @@ class TextPart(RequestModel):
     text: Text
     annotations: Unsupported = None
     logprobs: Unsupported = None
+    parsed: Copy = None
 
 
 Content = Text | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
@@ -184,6 +186,7 @@ class CalledFunction(RequestModel):
 
     name: ToolName
     arguments: Text = ""
+    parsed_arguments: Copy = None
 
 
 class ToolCall(RequestModel):
@@ -192,6 +195,7 @@ class ToolCall(RequestModel):
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: Copy = None
 
 
 class Function(RequestModel):
@@ -239,6 +243,7 @@ class ChatMessage(RequestModel):
     annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
+    parsed: Copy = None
 
     @model_validator(mode="after")
     def _with_content(self) -> ChatMessage:

@@ -18,6 +18,7 @@ from specexport.server.request_parts import (
     Alternatives,
     ChosenTool,
     Content,
+    Copy,
     Count,
     FieldsWithoutEffect,
     Function,
@@ -295,6 +296,7 @@ class InputCall(_Item):
     call_id: str = Field(max_length=256)
     name: ToolName
     arguments: Text
+    parsed_arguments: Copy = None
 
 
 class InputCallOutput(_Item):
