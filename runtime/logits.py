@@ -51,29 +51,31 @@ class _OutputProcessor(LogitsProcessor):
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._prompt: Ints = np.array(prompt, np.int64)
-        self._prompt_tokens: Ints = np.unique(self._prompt[self._prompt >= 0])
-        self._output: list[int] = []
+        self._text = self._prompt
 
     def apply(self, logits: Floats, tree: TokenTree, draft_tokens: Ints) -> Floats:
         changed: Floats = logits.copy()
         for node, row in enumerate(changed):
-            path = draft_tokens[np.flatnonzero(tree.mask[node])[1:] - 1]
-            self._change(row, np.array([*self._output, *path], np.int64))
+            self._change(row, draft_tokens[np.flatnonzero(tree.mask[node])[1:] - 1])
         return changed
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self._output += tokens
+        self._text = np.concatenate([self._text, np.array(tokens, np.int64)])
+
+    def _count(self, path: Ints) -> int:
+        """The length of an output that continues with these draft tokens."""
+        return len(self._text) - len(self._prompt) + len(path)
 
     @abstractmethod
-    def _change(self, row: Floats, output: Ints) -> None:
-        """Changes the logits ``[V]`` of the token after an output, int64 ``[M]``, in place."""
+    def _change(self, row: Floats, path: Ints) -> None:
+        """Changes the logits ``[V]`` of the token after a path of draft tokens, int64 ``[D]``, in place."""
 
 
 class Penalties(_OutputProcessor):
     """Applies biases, penalties and the minimum length; see :class:`~specexport.runtime.params.SamplingParams`.
 
     Biases of sequences and the penalty of the prompt's tokens come first, as in transformers. Tokens in ``ends`` are
-    forbidden before the output has ``min_tokens`` tokens.
+    forbidden before the output has ``min_tokens`` tokens. A text's tokens are counted as they come, as it may be long.
     """
 
     def __init__(
@@ -89,22 +91,35 @@ class Penalties(_OutputProcessor):
         self._sequences = _Sequences(sequence for sequence, _ in rules.sequence_bias)
         self._sequence_bias = [bias for _, bias in rules.sequence_bias]
         self._encoder_penalty = 1 / rules.encoder_repetition_penalty
+        self._prompt_tokens = np.unique(self._prompt[self._prompt >= 0])
+        self._counts = np.zeros(vocab_size, np.int64)  # in the output
+        self._output_tokens = np.empty(0, np.int64)
 
-    def _change(self, row: Floats, output: Ints) -> None:
+    def advance(self, tokens: Sequence[int]) -> None:
+        super().advance(tokens)
+        new, counts = np.unique(np.array(tokens, np.int64), return_counts=True)
+        self._output_tokens = np.concatenate([self._output_tokens, new[self._counts[new] == 0]])
+        self._counts[new] += counts
+
+    def _change(self, row: Floats, path: Ints) -> None:
         params = self._params
         if self._sequence_bias:
             bias = np.zeros_like(row)
-            for at, token in self._sequences.completed_by(np.concatenate([self._prompt, output])):
+            for at, token in self._sequences.completed_by(np.concatenate([self._text, path])):
                 bias[token] += self._sequence_bias[at]
             row += bias
         if self._encoder_penalty != 1.0:
             _penalize(row, self._prompt_tokens, self._encoder_penalty)
         row[self._biased] += self._bias
-        tokens, counts = np.unique(output, return_counts=True)
+        # A token may be listed twice, as its logit is read before it is written.
+        tokens = np.concatenate([self._output_tokens, path])
         if params.repetition_penalty != 1.0:
-            _penalize(row, np.union1d(self._prompt_tokens, tokens), params.repetition_penalty)
-        row[tokens] -= params.frequency_penalty * counts + params.presence_penalty
-        if len(output) < self._min_tokens:
+            _penalize(row, np.concatenate([self._prompt_tokens, tokens]), params.repetition_penalty)
+        if params.frequency_penalty or params.presence_penalty:
+            np.add.at(self._counts, path, 1)
+            row[tokens] -= params.frequency_penalty * self._counts[tokens] + params.presence_penalty
+            np.add.at(self._counts, path, -1)
+        if self._count(path) < self._min_tokens:
             row[self._ends] = -np.inf
 
 
@@ -140,8 +155,8 @@ class Rules(_OutputProcessor):
             sequence for sequence in rules.bad_words_ids if len(sequence) > 1 or sequence[0] not in exempt
         )
 
-    def _change(self, row: Floats, output: Ints) -> None:
-        rules, text, count = self._rules, np.concatenate([self._prompt, output]), len(output)
+    def _change(self, row: Floats, path: Ints) -> None:
+        rules, text, count = self._rules, np.concatenate([self._text, path]), self._count(path)
         _forbid(row, _completing(text, rules.no_repeat_ngram_size, text))
         _forbid(row, _completing(text, rules.encoder_no_repeat_ngram_size, self._prompt))
         _forbid(row, np.array([token for _, token in self._bad.completed_by(text)], np.int64))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from timeit import repeat
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,18 @@ def test_every_node_counts_its_own_path():
             assert result[node] == pytest.approx(expected(logits[node], [*text, *path]), abs=1e-5)
         text += [40, int(draft[0])]
         penalties.advance(text[-2:])
+
+
+def test_penalties_do_not_count_a_long_output_again_in_every_step():
+    penalties = Penalties(SamplingParams(**ALL), PROMPT, (), 300, 0)
+    text = np.random.default_rng(0).choice(300, 200_000).tolist()
+    penalties.advance(text)
+    logits, draft = np.zeros((len(BRANCHES), 300), np.float32), np.full(len(BRANCHES) - 1, 40)
+    applied, read = (
+        min(repeat(run, number=1, repeat=5))
+        for run in (lambda: penalties.apply(logits, BRANCHES, draft), lambda: np.array(text))
+    )
+    assert applied < read
 
 
 @pytest.mark.parametrize("name", ["llama-near", "gpt2-tree", "qwen3-medusa"])
