@@ -271,6 +271,17 @@ def test_what_the_clients_helpers_return_may_be_sent_back(client):
         client.responses.create(model=NAME, input=[item, CHAT[1]], max_output_tokens=1)
 
 
+def test_what_clients_add_to_messages_changes_nothing(client, http):
+    added = {"cache_control": {"type": "ephemeral"}, "provider_specific_fields": {"refusal": None}, "id": "a"}
+    message = {"role": "assistant", "content": [{"type": "text", "text": "one", **added}], **added}
+    message |= {"reasoning_details": [{"type": "reasoning.text"}], "thinking_blocks": [{}], "finish_reason": "stop"}
+    counts = set()
+    for said in (message, {"role": "assistant", "content": "one"}):
+        body = {"messages": [*CHAT, said, CHAT[1]], "max_tokens": 1}
+        counts.add(http.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"])
+    assert len(counts) == 1
+
+
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_the_models_reasoning_reaches_its_template(name):
     message = ChatMessage.model_validate({"role": "assistant", "content": "4", name: "2 and 2"})

@@ -62,7 +62,7 @@ def whole_text(value: Any) -> Any:
 
 Unsupported = Annotated[Any, Only()]
 Label = Annotated[Annotated[str, Field(max_length=512)] | None, Field(description="A label: changes nothing.")]
-Copy = Annotated[Any, Field(exclude=True, description="OpenAI's clients add it to what they read: changes nothing.")]
+Addition = Annotated[Any, Field(exclude=True, description="Added by a client or another server: changes nothing.")]
 
 # Lists are refused at their first error, as reporting a million errors would take long.
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -163,14 +163,28 @@ def model_of(
     return create_model(f"_{kind.__name__}Fields", __base__=base, **fields)
 
 
-class TextPart(RequestModel):
+class SentBack(RequestModel):
+    """The base class of parts of conversations, with what clients add to them, or keep of another server's answers."""
+
+    cache_control: Addition = None
+    finish_reason: Addition = None
+    id: Addition = None
+    index: Addition = None
+    metadata: Addition = None
+    parsed: Addition = None
+    parsed_arguments: Addition = None
+    provider_specific_fields: Addition = None
+    reasoning_details: Addition = None
+    thinking_blocks: Addition = None
+
+
+class TextPart(SentBack):
     """A part of a message."""
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
     annotations: Unsupported = None
     logprobs: Unsupported = None
-    parsed: Copy = None
 
 
 Content = Text | Annotated[list[TextPart], Field(max_length=256, fail_fast=True)]
@@ -181,21 +195,19 @@ def plain_text(content: Content | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
-class CalledFunction(RequestModel):
+class CalledFunction(SentBack):
     """The called function, with its arguments as JSON."""
 
     name: ToolName
     arguments: Text = ""
-    parsed_arguments: Copy = None
 
 
-class ToolCall(RequestModel):
+class ToolCall(SentBack):
     """A call by the assistant."""
 
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Copy = None
 
 
 class Function(RequestModel):
@@ -209,7 +221,7 @@ class Function(RequestModel):
     strict: bool | None = None
 
 
-class Tool(RequestModel):
+class Tool(SentBack):
     """A tool."""
 
     type: Literal["function"]
@@ -229,7 +241,7 @@ class ChosenTool(RequestModel):
     function: FunctionName
 
 
-class ChatMessage(RequestModel):
+class ChatMessage(SentBack):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -243,7 +255,6 @@ class ChatMessage(RequestModel):
     annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
-    parsed: Copy = None
 
     @model_validator(mode="after")
     def _with_content(self) -> ChatMessage:

@@ -18,7 +18,6 @@ from specexport.server.request_parts import (
     Alternatives,
     ChosenTool,
     Content,
-    Copy,
     Count,
     FieldsWithoutEffect,
     Function,
@@ -27,6 +26,7 @@ from specexport.server.request_parts import (
     Only,
     PromptAlternatives,
     RequestModel,
+    SentBack,
     Stop,
     StructuredOutputs,
     Text,
@@ -275,7 +275,7 @@ class Reasoning(RequestModel):
     generate_summary: Unsupported = None
 
 
-class _Item(RequestModel):
+class _Item(SentBack):
     id: str | None = Field(None, max_length=256)
     status: str | None = Field(None, max_length=64)
 
@@ -296,7 +296,6 @@ class InputCall(_Item):
     call_id: str = Field(max_length=256)
     name: ToolName
     arguments: Text
-    parsed_arguments: Copy = None
 
 
 class InputCallOutput(_Item):
