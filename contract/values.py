@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from specexport.contract.errors import RequestError
 
 Progress = Callable[[str, int, int], None]
 """Reports progress: called with the name of a step, the amount done and the total."""
+
+
+class Array(Protocol):
+    """An array of NumPy, torch or others."""
+
+    def tolist(self) -> Any: ...
+
+
 _SHOWN = 80
 """Most characters of a value in an error."""
 _DEEPEST = 64

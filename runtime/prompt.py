@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from specexport.contract.errors import RequestError
 from specexport.contract.manifest import Manifest
-from specexport.contract.values import require_text, token_ids
+from specexport.contract.values import Array, is_sequence, plain, require_text, shown, token_ids
 from specexport.runtime.sampling import Floats, Ints
 
 _KEY = secrets.token_bytes(16)
@@ -74,7 +74,7 @@ class EncodedPrompt:
         inputs_embeds[embeds_mask] = self.rows[part[part >= 0]]
 
 
-Prompt = str | Sequence[int] | EmbedsPrompt | EncodedPrompt
+Prompt = str | Sequence[int] | Array | EmbedsPrompt | EncodedPrompt
 """The start of a text that a request continues."""
 
 
@@ -86,7 +86,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
 
     @overload
-    def encode(self, prompt: str | Sequence[int]) -> list[int]: ...
+    def encode(self, prompt: str | Sequence[int] | Array) -> list[int]: ...
 
     @overload
     def encode(self, prompt: EmbedsPrompt | EncodedPrompt) -> EncodedPrompt: ...
@@ -107,8 +107,12 @@ class PromptEncoder:
         if isinstance(prompt, str):
             require_text(prompt, "the prompt", "prompt")
             tokens = list(self._tokenizer.encode(prompt).ids)
-        else:
+        elif is_sequence(plain(prompt)):
             tokens = token_ids(prompt, "the prompt", "prompt")
+        else:
+            raise RequestError(
+                f"the prompt is {shown(prompt)}; expected text, token ids or an EmbedsPrompt", param="prompt"
+            )
         if not tokens:
             info = self._manifest.tokenizer
             start = self._tokenizer.token_to_id(info.special_tokens.get("bos_token", ""))

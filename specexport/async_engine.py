@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -169,7 +170,7 @@ class AsyncEngine:
     @property
     def running(self) -> int:
         """Number of requests that hold a slot."""
-        return sum(request.started is not None for request in self._live)
+        return sum(request.started is not None for request in tuple(self._live))
 
     @property
     def waiting(self) -> int:
@@ -234,7 +235,7 @@ class AsyncEngine:
     def _wait(self) -> int:
         """Seconds until all present requests have had a slot: the longest wait of a request admitted now."""
         now = time.monotonic()
-        running = [now - request.started for request in self._live if request.started is not None]
+        running = [now - request.started for request in tuple(self._live) if request.started is not None]
         # If no request has ended yet, or lately, the running requests give a lower bound.
         duration = max(self._seconds, sum(running) / len(running) if running else 0.0)
         return max(1, math.ceil(duration * len(self._live) / self.slots))
@@ -278,13 +279,11 @@ class AsyncEngine:
 
     def _finished(self, request: _Request) -> None:
         """Forgets a request; called in the thread that ended it."""
-        try:
-            request.loop.call_soon_threadsafe(self._forget, request)
-        except RuntimeError:  # the loop is closed
-            self._live.discard(request)
-
-    def _forget(self, request: _Request) -> None:
         self._live.discard(request)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            request.loop.call_soon_threadsafe(self._account, request)
+
+    def _account(self, request: _Request) -> None:
         if request.timer is not None:
             request.timer.cancel()
         if request.started is not None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from specexport.contract.errors import RequestError
 from specexport.contract.options import keywords
-from specexport.contract.values import counted, is_sequence, plain, shown, token_ids
+from specexport.contract.values import Array, counted, is_sequence, plain, shown, token_ids
 from specexport.frontend import Frontend, Logprob
 from specexport.options import EngineOptions
 from specexport.runtime import Completion, EmbedsPrompt, SamplingParams, Stats, Stream
@@ -25,7 +25,7 @@ from specexport.runtime.prompt import Prompt as EnginePrompt
 from specexport.runtime.request import FinishReason, complete
 from specexport.runtime.speculative import Speculative, SpeculativeLike
 
-Prompt = str | Sequence[int] | EmbedsPrompt | Mapping[str, Any]
+Prompt = str | Sequence[int] | Array | EmbedsPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or ``{"prompt_embeds": parts}``, the same as
 ``EmbedsPrompt(parts)``."""
 NO_TOKEN = -1

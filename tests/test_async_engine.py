@@ -257,3 +257,17 @@ async def test_requests_choose_how_to_speculate(frontend):
     plain, fast = (engine.generate(PROMPT, GREEDY, speculative=request) for request in (PLAIN, None))
     assert await tokens_of(plain) == await tokens_of(fast)
     assert (plain.stats.drafted, fast.stats.drafted > 0) == (0, True)
+
+
+async def test_requests_of_a_loop_that_stands_still_end(frontend):
+    engine, other = AsyncEngine(frontend), asyncio.new_event_loop()
+
+    async def start() -> Any:
+        stream = engine.generate(PROMPT, LONG)
+        await anext(stream)
+        return stream
+
+    stream = await asyncio.to_thread(other.run_until_complete, start())
+    await asyncio.wait_for(engine.drain(0), 10)
+    assert stream.stats.output_tokens < 400
+    other.close()

@@ -196,12 +196,15 @@ def test_it_runs_where_there_is_no_repository(source, installed, bundle, tmp_pat
 
 
 USER = """
+import numpy as np
+
 from specexport import LLM, AsyncEngine, QueueFullError, RequestOutput, SamplingParams
 from specexport.runtime import Chunk, Engine
 
 llm = LLM(model="m", speculative_config={"method": "ngram"}, precision="int8")
 params = SamplingParams(stop=["x"], stop_token_ids=[5], logit_bias={3: 1}, json_schema={"type": "object"})
 outputs: list[RequestOutput] = llm.generate(["one", "two"], params.replace(stop="y"), speculative="suffix")
+llm.generate(np.zeros((2, 3), np.int64), params)
 llm.chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], tools=[{}])
 
 async def texts(engine: AsyncEngine) -> list[str]:

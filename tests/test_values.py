@@ -108,7 +108,7 @@ def test_invalid_token_ids_are_refused(llm, engine, prompt, named):
         (np.int64(5), r"prompts is (np\.int64\(5\)|5)"),
         (b"one", "prompts is b'one'"),
         ({5, 6}, "prompts is {5, 6}"),
-        (["one", 5], "prompt 1: the prompt is 5; expected a list of token ids"),
+        (["one", 5], "prompt 1: the prompt is 5; expected text, token ids or an EmbedsPrompt"),
         ([b"one"], "prompt 0: the prompt is b'one'"),
         ([None], "prompt 0: the prompt is None"),
         ({"prompt": 5}, "prompt 0: its text is 5; token ids are called prompt_token_ids"),
