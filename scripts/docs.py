@@ -98,6 +98,7 @@ def option_table(name: str) -> str:
             unset = negated or option.default is REQUIRED or (flags and option.default is False)
             default = "" if unset else option.default_text or str(option.default)
             values = "" if option.kind is bool and flags else option.expected
+            words += "; repeatable" if flags and option.about.get("repeat") else ""
             shown = flag(option) if flags else option.name
             rows.append(f"| `{shown}` | {values} | {default} | {words} |".replace("  ", " "))
     return "\n".join(rows)

@@ -85,6 +85,7 @@ def test_routing_keys_are_prompt_prefixes():
 
 
 async def test_stalled_replicas_are_unhealthy(bundle, monkeypatch):
+    from specexport.server.errors import ApiError
     from specexport.server.ray import EngineReplica, Settings
 
     model = EngineReplica(Settings(bundle=str(bundle("llama-near")), calibrate=False))
@@ -99,7 +100,7 @@ async def test_stalled_replicas_are_unhealthy(bundle, monkeypatch):
         with pytest.raises(BackendError, match="the device is lost"):
             async for _chunk in model.engine.generate("a"):
                 pass
-    with pytest.raises(BackendError, match="the last 3 turns failed"):
+    with pytest.raises(ApiError, match="the last 3 turns failed"):
         await model.check_health()
     await model.__del__()
 

@@ -383,6 +383,12 @@ def test_models_tokenize_health_and_ready(http, client, tiny):
     assert http.get("/ready").json() == {"status": "ready"}
 
 
+def test_a_stalled_engine_is_not_healthy(http, tiny, monkeypatch):
+    monkeypatch.setattr(tiny.service.frontend.engine, "stall_reason", lambda timeout: f"over {timeout:g} s")
+    answer = http.get("/health")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "over 300 s")
+
+
 def test_metrics_count_what_happened(http, client, tiny):
     def read() -> dict[str, float]:
         lines = http.get("/metrics").text.splitlines()
@@ -402,6 +408,7 @@ def test_metrics_count_what_happened(http, client, tiny):
     details = response.usage.model_dump()["speculation"]
     assert grown("generation_tokens_total") == 20
     assert grown("prompt_tokens_total") == response.usage.prompt_tokens
+    assert grown("prefix_cache_hits_total") == response.usage.prompt_tokens_details.cached_tokens
     assert grown("spec_decode_num_drafts_total") == details["num_drafts"]
     assert grown("spec_decode_num_draft_tokens_total") == details["num_draft_tokens"]
     assert grown("spec_decode_num_accepted_tokens_total") == details["num_accepted_tokens"]
@@ -537,7 +544,7 @@ def test_a_wrong_request_is_answered_with_the_field(http, path, body, param, wor
     assert (error["code"] == "context_length_exceeded") == ("the context holds 512" in words)
 
 
-NO_JSON = "Content-Type than application/json"
+NO_JSON = "the body's Content-Type is 'application/x-www-form-urlencoded'; send application/json"
 
 
 @pytest.mark.parametrize(
@@ -545,7 +552,7 @@ NO_JSON = "Content-Type than application/json"
     [
         (b"{", {}, 400, "not JSON"),
         (b"", {}, 400, ""),
-        (b"[]", {}, 400, ""),
+        (b"[]", {}, 400, "the body is missing or not a JSON object"),
         (b'"text"', {}, 400, ""),
         (b'{"prompt": NaN}', {}, 400, ""),
         (b'{"prompt": "a", "temperature": NaN}', {}, 400, ""),
@@ -585,13 +592,15 @@ def test_other_models_are_refused(client):
     assert caught.value.code == "model_not_found"
 
 
-def test_an_unforeseen_error_tells_nothing_of_this_machine(http, tiny, monkeypatch):
+def test_an_unforeseen_error_tells_nothing_of_this_machine(http, tiny, monkeypatch, caplog):
     def broken(*_: Any) -> None:
         raise OSError("/secret/path: gone")
 
     with monkeypatch.context() as patch:
         patch.setattr(tiny.service.engine.frontend.engine, "encode", broken)
-        answer = http.post("/v1/completions", json={"prompt": "a"})
+        patch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
+        answer = http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "mine-7"})
+    assert "request mine-7 failed" in caplog.text
     assert answer.status_code == 500
     assert "secret" not in answer.text
     assert answer.json()["error"]["code"] == "internal_error"

@@ -30,7 +30,7 @@ from specexport import __version__
 from specexport.async_engine import AsyncEngine
 from specexport.contract.errors import ClosedError, RequestError
 from specexport.contract.options import options
-from specexport.contract.values import counted
+from specexport.contract.values import counted, shown
 from specexport.options import ServerOptions
 from specexport.server import answers
 from specexport.server.chat import chat, chat_tokens, ending
@@ -68,7 +68,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     },
     "5XX": {
         "model": answers.ErrorResponse,
-        "description": "500: the server failed. 503: it is shutting down. 504: the request was not done in time.",
+        "description": "500: the server failed. 503: it shuts down or is stalled. 504: the request was not done in time.",
     },
 }
 _EVENT = {
@@ -106,6 +106,10 @@ def create_app(
             route = f"{request.method} {request.url.path}"[:100]
             message = f"there is no {route}; there are {', '.join(endpoints)}"
             error = ApiError(error.status_code, message, code="unknown_url", headers=error.headers)
+        kind = request.headers.get("content-type", "")
+        if isinstance(error, RequestValidationError) and "json" not in kind.lower():
+            why = f"the body's Content-Type is {shown(kind)}; send application/json"
+            error = ApiError(400, why, code="invalid_json")
         return api_error(error).response()
 
     app = FastAPI(
@@ -168,7 +172,8 @@ def create_app(
 
     @app.get("/health")
     async def health() -> answers.Status:
-        """Whether the server answers."""
+        """Whether the server answers, and its engine makes progress."""
+        service.require_progress()
         return answers.Status(status="ok")
 
     @app.get("/ready")

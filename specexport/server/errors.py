@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +17,8 @@ from specexport.contract.values import counted, shown
 from specexport.server.answers import ErrorDetail, ErrorResponse
 
 _LOG = logging.getLogger("uvicorn.error")
+PRESENT_REQUEST: ContextVar[str] = ContextVar("request_id", default="without an id")
+"""The id of the present request, for the log."""
 _PARAMS = {
     "json_schema": "response_format",
     "hypothesis": "prediction",
@@ -88,7 +91,7 @@ def api_error(error: BaseException) -> ApiError:
         case RequestError(param=param):
             code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
             return ApiError(400, str(error), param=_PARAMS.get(param or "", param), code=code)
-    _LOG.error("a request failed", exc_info=error)
+    _LOG.error("request %s failed", PRESENT_REQUEST.get(), exc_info=error)
     return ApiError(500, "the server failed on this request; its log says why", "server_error", code="internal_error")
 
 
@@ -104,7 +107,7 @@ def _validation_error(errors: Sequence[Any], body: Any) -> ApiError:
         return ApiError(400, why, code="invalid_json")
     field = _field(first, body)
     if not field:
-        why = "the body is missing, not a JSON object, or has another Content-Type than application/json"
+        why = "the body is missing or not a JSON object"
         return ApiError(400, why, code="invalid_json")
     message = str(first["msg"]).removeprefix("Value error, ").replace(" after validation", "")
     if first["type"] == "extra_forbidden":

@@ -18,6 +18,7 @@ _SECONDS = (
 )
 _OF_STATS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "cached_tokens": ("prefix_cache_hits", "Tokens of prompts that were in the prefix cache."),
     "steps_with_draft": ("spec_decode_num_drafts", "Steps that verified draft tokens."),
     "drafted": ("spec_decode_num_draft_tokens", "Draft tokens verified."),
     "accepted": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),

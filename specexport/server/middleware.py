@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexport.contract.values import shown
-from specexport.server.errors import ApiError, api_error
+from specexport.server.errors import PRESENT_REQUEST, ApiError, api_error
 
 REQUEST_ID = "x-request-id"
 """The header with the id of a request, which the answer repeats; without it, the answer has a new id."""
@@ -61,6 +61,7 @@ class Admission:
         begun = False
         header = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = header if _VALID_ID.fullmatch(header) else uuid.uuid4().hex
+        PRESENT_REQUEST.set(request_id)
 
         async def count_and_send(message: Message) -> None:
             nonlocal begun

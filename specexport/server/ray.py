@@ -37,7 +37,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexport.async_engine import AsyncEngine
-from specexport.contract.errors import BackendError, BuildError, QueueFullError
+from specexport.contract.errors import BuildError, QueueFullError
 from specexport.contract.options import options
 from specexport.contract.reading import read_manifest
 from specexport.exporter.options import BuildSettings
@@ -49,8 +49,6 @@ from specexport.server.request_parts import model_of
 from specexport.server.service import Service
 
 API_KEY = "SPECEXPORT_API_KEY"
-_STUCK = 300.0
-"""Seconds after which a turn of the scheduler, a chunk of a prompt and a step, counts as stuck."""
 _FRONT_REQUESTS = 1000
 """Maximum number of requests that a front holds; each is little more than a socket."""
 _BACKOFF = 0.05
@@ -110,10 +108,10 @@ class EngineReplica:
         )
         if kernels := self.engine.frontend.engine.backend.kernels:
             logging.getLogger("ray.serve").info("Kernels: %s", kernels)
-        service = Service(self.engine, settings.served_model_name or (settings.bundle,), settings.timeout or None)
-        self._metrics = service.metrics
+        names = settings.served_model_name or (settings.bundle,)
+        self._service = Service(self.engine, names, settings.timeout or None)
         self._app: ASGIApp = create_app(
-            service,
+            self._service,
             api_keys=settings.api_keys,
             max_body_bytes=settings.max_body_bytes,
             cors=settings.cors,
@@ -147,17 +145,15 @@ class EngineReplica:
     async def metrics(self) -> tuple[str, str]:
         """The replica's name and its metrics."""
         name = serve.get_replica_context().replica_id.unique_id
-        return name, generate_latest(self._metrics.registry).decode()
+        return name, generate_latest(self._service.metrics.registry).decode()
 
     async def check_health(self) -> None:
         """Called by Ray every few seconds; Ray replaces a replica that raises.
 
         Raises:
-            BackendError: the engine makes no progress.
+            ApiError: the engine makes no progress.
         """
-        reason = self.engine.frontend.engine.stall_reason(_STUCK)
-        if reason:
-            raise BackendError(reason)
+        self._service.require_progress()
 
     async def __del__(self) -> None:
         if hasattr(self, "engine"):

@@ -34,6 +34,8 @@ LENGTHS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 """Names of the maximum number of tokens; a request without any of them has the model's own limit, if there is one."""
 _GONE = 499
 """Nginx's status for a client that disconnected."""
+_STUCK = 300.0
+"""Seconds after which a turn of the scheduler, a chunk of a prompt and a step, counts as stuck."""
 _MIN_LOGPROB = -9999.0
 _LINES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
 """Escapes of characters that some clients take for line breaks and JSON does not escape."""
@@ -84,6 +86,11 @@ class Service:
             message = f"model {name!r} is not served; there is {served}"[:300]
             raise ApiError(404, message, "not_found_error", "model", "model_not_found")
         return name or self.names[0]
+
+    def require_progress(self) -> None:
+        """Raises if the engine makes no progress, so that it should be started again."""
+        if reason := self.frontend.engine.stall_reason(_STUCK):
+            raise ApiError(503, reason, "server_error", code="engine_stalled")
 
     def head(self, body: GenerationRequest, kind: str) -> dict[str, Any]:
         """The first fields of each part of an answer."""
