@@ -68,7 +68,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     },
     "5XX": {
         "model": answers.ErrorResponse,
-        "description": "500: the server failed. 503: it shuts down or is stalled. 504: the request was not done in time.",
+        "description": "500: the server failed. 503: it shuts down or is stalled. 504: the request took too long.",
     },
 }
 _EVENT = {
