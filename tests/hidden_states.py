@@ -26,20 +26,23 @@ class Formulas:
         weights: tensors by name.
         epsilon: of RMS norms.
         theta: of rotary embeddings.
+        share: of each head's channels that are rotated, the first ones.
     """
 
     weights: dict[str, torch.Tensor]
     epsilon: float
     theta: float
+    share: float = 1.0
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.epsilon) * self.weights[f"{name}.weight"]
 
     def rotated(self, x: torch.Tensor, position: int) -> torch.Tensor:
-        half = x.shape[-1] // 2
+        half = int(x.shape[-1] * self.share) // 2
         angle = position * self.theta ** (-torch.arange(half) / half)
-        first, second = x[:, :half], x[:, half:]
-        return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], 1)
+        first, second, others = x[:, :half], x[:, half : 2 * half], x[:, 2 * half :]
+        turned = [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()]
+        return torch.cat([*turned, others], 1)
 
 
 class TwoSlots:

@@ -172,7 +172,7 @@ def test_missing_draft_tensors_are_the_targets(target, draft, small_vocabulary):
 def test_layers_are_named_as_their_publishers_do(draft, small_vocabulary):
     assert read_dflash(str(draft)).seen(LAYERS) == (1, 2)  # target_layer_ids 0, 1: outputs of layers
     assert read_dflash(str(small_vocabulary)).seen(LAYERS) == (1, 2)  # aux_hidden_state_layer_ids 1, 2
-    neighbour = changed(draft, dflash_config=None, mask_token_id=7, target_layer_ids=[1])
+    neighbour = changed(draft, dflash_config=None, mask_token_id=7, target_layer_ids=[1], model_type="qwen3_vl_text")
     assert (read_dflash(neighbour).seen(LAYERS), read_dflash(neighbour).mask_token) == ((2,), 7)
     # z-lab's for Qwen3-8B's 36 layers: five draft layers see 1, 9, 17, 25 and 33.
     assert DFlashOutline.default_states(5, 36) == (2, 10, 18, 26, 34)
@@ -183,7 +183,7 @@ def test_layers_are_named_as_their_publishers_do(draft, small_vocabulary):
     ("change", "reason"),
     [
         ({"block_size": 1}, r"not a configuration of a DFlash draft.*block_size"),
-        ({"model_type": "mamba"}, "model_type is 'mamba'; expected one of qwen3"),
+        ({"model_type": "mamba", "architectures": None}, "model_type is 'mamba'; expected one of qwen3"),
         ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'; expected 'dflash' with a"),
         ({"dflash_config": {"target_layer_ids": [0]}}, "mask_token_id is None; expected a token below vocab_size, 320"),
         ({"dflash_config": {"mask_token_id": 320}}, "mask_token_id is 320; expected a token below vocab_size, 320"),
@@ -191,6 +191,8 @@ def test_layers_are_named_as_their_publishers_do(draft, small_vocabulary):
         ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2]}}, r"\[1, 3\] layers .* the target has 2"),
         ({"dflash_config": {"mask_token_id": 1, "use_swa": True}}, "dflash_config.use_swa is True; expected False"),
         ({"projector_type": "domino"}, "projector_type is 'domino'; expected 'dflash'"),
+        ({"dflash_config": {"projector_type": "domino"}}, "projector_type is 'domino'; expected 'dflash'"),
+        ({"dflash_config": {"shift_label": True}}, "shift_label is True; expected False"),
         ({"sample_from_anchor": True}, "sample_from_anchor is True; expected False"),
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "sliding_window is 4; expected at least"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'; expected it with"),

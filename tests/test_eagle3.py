@@ -63,6 +63,7 @@ class Paper(Formulas):
         self.layer = self.config.get("transformer_layer_config", self.config)
         self.epsilon = self.layer["rms_norm_eps"]
         self.theta = self.layer.get("rope_parameters", {}).get("rope_theta", 10000.0)
+        self.share = self.config.get("partial_rotary_factor", 1.0)
         state = load_file(folder / "model.safetensors")
         self.weights = {name.replace("midlayer.", "").replace("layers.0.", ""): value for name, value in state.items()}
         if "embed_tokens.weight" not in self.weights:
@@ -116,6 +117,7 @@ class Paper(Formulas):
     [
         ("SafeAILab", "native", {"draft_vocab": KEPT}),
         ("SafeAILab", "portable", {"norm_before_residual": True, "norm_before_fc": True}),
+        ("SafeAILab", "native", {"partial_rotary_factor": 0.5}),
         ("speculators", "native", {"model_type": "qwen3", "fc_norm": True, "norm_output": True, "embedding": False}),
     ],
 )
@@ -206,12 +208,20 @@ def test_layers_are_named_as_their_publishers_do(tmp_path, target, draft):
         draft, eagle_aux_hidden_state_layer_ids=None, eagle_config={"eagle_aux_hidden_state_layer_ids": [1]}
     )
     assert read_eagle3(nested).seen(LAYERS) == (2,)  # outputs of layers, there
-    usual = changed(draft, eagle_config={"eagle_aux_hidden_state_layer_ids": []})
+    usual = changed(draft, eagle_config={"eagle_aux_hidden_state_layer_ids": [], "return_hidden_post_norm": True})
+    assert read_eagle3(usual).switches["norm_output"]
     assert read_eagle3(usual).seen(32) == (2, 16, 29)
     with pytest.raises(
         BuildError, match=r"states after \[2, 1, -1\] layers \(as none are named\), but the target has 2"
     ):
         fit(usual)
+
+
+def test_configurations_that_name_the_targets_family_or_positions(draft):
+    """SpecForge's of Phi-4, QwQ and Qwen2.5-VL."""
+    mrope = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    fit(changed(draft, architectures=["LlamaForCausalLMEagle3"], model_type="phi3", rope_scaling=mrope))
+    assert read_eagle3(str(draft)).layer.rope_parameters["rope_type"] == "default"
 
 
 @pytest.mark.parametrize(
@@ -229,6 +239,7 @@ def test_layers_are_named_as_their_publishers_do(tmp_path, target, draft):
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, r"\[0, 1, 3\] layers .*, but the target has 2"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 1, 1]}, r"\[1, 1, 1\] layers .*; expected each number once"),
         ({"rope_scaling": {"rope_type": "none"}}, "config.json: "),
+        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor rotates 3 of 8 channels"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "layer_types has 'sliding_attention'"),
         ({"fc_norm": True}, "no tensor 'fc_norm.0.weight'; expected it in an EAGLE-3 draft as config.json"),
     ],

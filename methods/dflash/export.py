@@ -68,6 +68,8 @@ class _Drafting(msgspec.Struct, kw_only=True):
 class _Nested(_Drafting, kw_only=True):
     causal: bool | None = None
     use_swa: bool = False
+    projector_type: str | None = None
+    shift_label: bool | None = None
     use_aux_hidden_state: bool = True
 
 
@@ -108,7 +110,7 @@ class DFlashOutline(BlockSettings, DraftOutline):
 
 def read_dflash(source: str) -> DFlashOutline:
     """Reads a draft's configuration from a folder or hub id, without its weights."""
-    layer, of_speculators, fields = read_draft(source, "dflash", "a DFlash draft")
+    layer, of_speculators, fields = read_draft(source, "dflash", "a DFlash draft", {"DFlashDraftModel": "qwen3"})
     path = fields["path"] / CONFIG
     config = read_config(path, _Config, "a DFlash draft")
     nested = config.dflash_config or _Nested()
@@ -152,9 +154,9 @@ def _first(*values: Any) -> Any:
 
 def _refuse_variants(path: Path, config: _Config, nested: _Nested) -> None:
     for field, value, expected in (
-        ("projector_type", config.projector_type, "dflash"),
+        ("projector_type", nested.projector_type or config.projector_type, "dflash"),
         ("sample_from_anchor", config.sample_from_anchor, False),
-        ("shift_label", config.shift_label or False, False),
+        ("shift_label", config.shift_label or nested.shift_label or False, False),
         ("dflash_config.use_swa", nested.use_swa, False),
         ("dflash_config.use_aux_hidden_state", nested.use_aux_hidden_state, True),
     ):

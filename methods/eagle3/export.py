@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specexport.contract.errors import BuildError
 from specexport.exporter.checkpoints.documents import CONFIG, read_config
@@ -32,6 +33,8 @@ from specexport.methods.hidden_states.checkpoint import (
 from specexport.methods.hidden_states.export import OwnStateExporter
 
 _FIRST, _SAME_AS = "midlayer.", "layers.0."
+_LAYERS = {"LlamaForCausalLMEagle3": "llama", "Eagle3LlamaForCausalLM": "llama"}
+"""The kind of the layer of published architectures."""
 
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -48,6 +51,7 @@ class _Switches(msgspec.Struct, kw_only=True):
 
 class _Nested(_Switches, kw_only=True):
     use_aux_hidden_state: bool = True
+    return_hidden_post_norm: bool = False
 
 
 class _Config(_Switches, kw_only=True):
@@ -88,10 +92,39 @@ class Eagle3Outline(DraftOutline):
                 self.layer, self.target_hidden, len(self.seen(layers)), self.draft_vocab, **self.switches
             )
 
+    @property
+    def rotated(self) -> int:
+        """Number of channels of each head that positions rotate, the first ones."""
+        return int(self.layer.head_dim * self.layer.rope_parameters.get("partial_rotary_factor", 1.0))
+
+    def load(self, target: Path, layers: int, positions: int) -> Eagle3Draft:
+        draft: Eagle3Draft = super().load(target, layers, positions)
+        if self.rotated < self.layer.head_dim:
+            _rotate_first(draft, self.layer, self.rotated)
+        return draft
+
+
+def _rotate_first(draft: Eagle3Draft, layer: Any, rotated: int) -> None:
+    """Lets positions rotate the first channels of each head only.
+
+    Llama's layer rotates all channels, in pairs of one from each half. So the channels to rotate become the beginnings
+    of the halves, and the angle of the others is 0. Scores do not depend on the order of channels.
+    """
+    size, half = layer.head_dim, rotated // 2
+    first, second = torch.arange(half), torch.arange(half, rotated)
+    others = torch.arange(rotated, size).chunk(2)
+    order = torch.cat([first, others[0], second, others[1]])
+    for name, parameter in draft.named_parameters():
+        if any(part in name for part in (".q_proj.", ".k_proj.", ".q_norm.", ".k_norm.")):
+            heads = parameter.view(-1, size, *parameter.shape[1:])
+            parameter.copy_(heads[:, order].reshape(parameter.shape))
+    turning = LlamaRotaryEmbedding(type(layer)(**layer.to_dict() | {"head_dim": rotated})).inv_freq
+    draft.rotary_emb.inv_freq = torch.nn.functional.pad(turning, (0, size // 2 - half))
+
 
 def read_eagle3(source: str) -> Eagle3Outline:
     """Reads a draft's configuration from a folder or hub id, without its weights."""
-    layer, _, fields = read_draft(source, "eagle3", "an EAGLE-3 draft")
+    layer, _, fields = read_draft(source, "eagle3", "an EAGLE-3 draft", _LAYERS)
     path = fields["path"] / CONFIG
     config = read_config(path, _Config, "an EAGLE-3 draft")
     nested = config.eagle_config or _Nested()
@@ -100,19 +133,28 @@ def read_eagle3(source: str) -> Eagle3Outline:
     switches = {
         name: getattr(config, name) or getattr(nested, name) for name in ("norm_before_fc", "fc_norm", "norm_output")
     }
+    switches["norm_output"] |= nested.return_hidden_post_norm  # TensorRT-LLM's name
     if switches["norm_before_fc"] and switches["fc_norm"]:
         raise BuildError(f"{path}: norm_before_fc and fc_norm are both true; expected one of them at most")
     # In eagle_config, ids number the layers that output the states (SpecForge, SGLang). NVIDIA's empty lists mean none.
     states = config.eagle_aux_hidden_state_layer_ids or [
         layer + 1 for layer in nested.eagle_aux_hidden_state_layer_ids or ()
     ]
-    return Eagle3Outline(
+    built = layer_config(path, layer)
+    outline = Eagle3Outline(
         **fields,
-        layer=layer_config(path, layer),
+        layer=built,
         states=tuple(states) or None,
         switches=switches | {"norm_before_residual": config.norm_before_residual},
         tied=config.tie_word_embeddings,
     )
+    partial = outline.rotated < built.head_dim
+    if partial and (outline.rotated % 2 or built.rope_parameters["rope_type"] != "default"):
+        raise BuildError(
+            f"{path}: partial_rotary_factor rotates {outline.rotated} of {built.head_dim} channels with rope_type "
+            f"{built.rope_parameters['rope_type']!r}; expected an even number with 'default'"
+        )
+    return outline
 
 
 def save_eagle3(

@@ -86,6 +86,7 @@ def initial_draft(options: Eagle3Training, target: TrainingModel) -> tuple[Eagle
         f"{layer.num_hidden_layers} layers": layer.num_hidden_layers > 1,
         f"layers of a {layer.model_type}": layer.model_type != "llama",
         "scaled positions": layer.rope_parameters["rope_type"] != "default",
+        "partly rotated heads": outline.rotated < layer.head_dim,
         f"states of {layer.hidden_size}": layer.hidden_size != head.shape[1],
     }
     if any(unsupported.values()):

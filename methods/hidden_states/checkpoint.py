@@ -62,6 +62,7 @@ class Layer(msgspec.Struct, kw_only=True):
     attention_bias: bool = False
     mlp_bias: bool = False
     rope_theta: Annotated[float, Meta(gt=0.0)] | None = None
+    partial_rotary_factor: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     layer_types: list[str] | None = None
@@ -75,17 +76,21 @@ class _Config(msgspec.Struct, kw_only=True):
     ``transformer_layer_config``.
     """
 
+    architectures: list[str] | None = None
     transformer_layer_config: Layer | None = None
     speculators_model_type: str | None = None
     draft_vocab_size: Size | None = None
     target_hidden_size: Size | None = None
 
 
-def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool, dict[str, Any]]:
+def read_draft(
+    source: str, method: str, description: str, known: Mapping[str, str]
+) -> tuple[Layer, bool, dict[str, Any]]:
     """Reads the configuration of a draft in its own checkpoint.
 
     Args:
         method: the expected ``speculators_model_type``.
+        known: the kind of an architecture's layers, whatever ``model_type`` says: SpecForge's may be the target's.
 
     Returns:
         The configuration of the layers; whether it has the layout of the ``speculators`` library; and the fields of
@@ -101,6 +106,7 @@ def read_draft(source: str, method: str, description: str) -> tuple[Layer, bool,
             "neither"
         )
     layer = layer or read_config(path, Layer, description)
+    layer.model_type = next((known[name] for name in config.architectures or () if name in known), layer.model_type)
     if layer.hidden_act not in ACT2FN:
         raise BuildError(f"{path}: hidden_act is {shown(layer.hidden_act)}, which transformers does not know")
     fields = {
@@ -287,6 +293,8 @@ def layer_config(
     windows = "sliding_attention" in (layer.layer_types or ())
     if windows and (kind != "qwen3" or layer.sliding_window is None):
         raise BuildError(f"{path}: layer_types has 'sliding_attention'; expected it with a sliding_window in a qwen3")
+    if fields.get("rope_scaling", {}).get("type") == "mrope":  # the positions of text are the usual ones
+        del fields["rope_scaling"]
     fields |= {
         "num_key_value_heads": layer.num_key_value_heads or layer.num_attention_heads,
         "head_dim": layer.head_dim or layer.hidden_size // layer.num_attention_heads,

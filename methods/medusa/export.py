@@ -119,7 +119,9 @@ def read_medusa(folder: Path) -> HeadsOutline:
         )
     in_file = 1 + max((int(match[1]) for match in matches.values() if match is not None), default=-1)
     of_first = sum(name.startswith("0.") and name.endswith(".linear.weight") for name in stored)
-    heads = config.medusa_num_heads if config.medusa_num_heads is not None else in_file
+    stated = config.medusa_num_heads
+    # Published configurations name two of Vicuna's five heads; FasterDecoding's own code loads all five.
+    heads = in_file if stated is None or 0 < stated < in_file else stated
     layers = config.medusa_num_layers if config.medusa_num_layers is not None else of_first
     if not 1 <= heads <= _MAX_HEADS or not 0 <= layers <= _MAX_LAYERS:
         raise BuildError(
