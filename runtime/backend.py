@@ -307,7 +307,13 @@ def open_backend(bundle: Bundle, options: BackendOptions) -> Backend:
     """
     name, share = options.name or bundle.manifest.backend, options.gpu_memory_utilization
     if name not in installed(GROUP):
-        raise BackendError(f"there is no backend {name!r}; expected one of {', '.join(installed(GROUP))}")
+        known, own = ", ".join(installed(GROUP)), options.name is None
+        raise BackendError(
+            f"the bundle was built for the backend {name!r}, which is not installed; there are {known}"
+            if own
+            else f"backend is {name!r}; expected one of {known}",
+            param=None if own else "backend",
+        )
     if not 0 < share <= 1:
         raise RequestError(
             f"gpu_memory_utilization is {share!r}; expected a number in (0, 1]", param="gpu_memory_utilization"

@@ -187,8 +187,9 @@ def test_prompts_have_log_probabilities(bundle):
 def test_the_backend_is_the_engines(bundle):
     with LLM(bundle=bundle(NAME), threads=1, calibrate=False, backend="onnxruntime") as llm:
         assert llm._frontend.engine.backend.device.startswith("onnxruntime, ")
-    with pytest.raises(BackendError, match="there is no backend 'abacus'; expected one of onnxruntime"):
+    with pytest.raises(BackendError, match="backend is 'abacus'; expected one of onnxruntime") as caught:
         LLM(bundle=bundle(NAME), backend="abacus")
+    assert caught.value.param == "backend"
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,8 @@ def compile_command(arguments: argparse.Namespace) -> int:
 def render(report: CompileReport) -> Table:
     """A table of the compiled engines."""
     table = Table(
-        f"engines of {report.runtime} {report.version} for {', '.join(report.compute_capabilities) or 'any GPU'}",
+        f"engines of {f'{report.runtime} {report.version}'.rstrip()} for "
+        f"{', '.join(report.compute_capabilities) or 'any GPU'}",
         ("engine", "profiles", "layers", "attention", "size", "time"),
         "lrrlr",
     )
