@@ -31,7 +31,7 @@ from specexport.exporter.build_state import Build, WrittenTarget
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.settings import setting_notes
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, other_template, other_tokens
-from specexport.exporter.engines.bundle import CompileReport, compile_graphs
+from specexport.exporter.engines.bundle import CompileReport, chosen_devices, compile_graphs
 from specexport.exporter.engines.compiler import load_library, require_collectives
 from specexport.exporter.graph_checks import require_finite
 from specexport.exporter.method import exporter_of
@@ -62,6 +62,7 @@ def build(
         library = load_library(options.engines.backend)  # fails before the long build rather than after it
         if options.tensor_parallel > 1:
             require_collectives(library, options.engines.compute_capability)
+        chosen_devices(library, options.engines, {options.target_storage.kind, options.draft_storage.kind})
     with written_beside(options.output, overwrite=options.overwrite, resume=options.resume) as folder:
         records = Records(folder)
         source = locate(options.target)

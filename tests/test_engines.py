@@ -365,9 +365,13 @@ def test_options_that_say_nothing_are_refused(options, reason):
         CompileOptions("tensorrt-rtx", **options)
 
 
-def test_a_device_the_library_does_not_know_is_refused(uncompiled):
+def test_a_device_the_library_does_not_know_is_refused(uncompiled, target, tmp_path):
     with pytest.raises(BuildError, match=r"is 9.0, which TensorRT-RTX .* does not know; it knows 7.5, 8.0, 8.6"):
         compile_bundle(uncompiled("fp16-portable-plain"), CompileOptions("tensorrt-rtx", compute_capability=((9, 0),)))
+    unknown = CompileOptions("tensorrt-rtx", compute_capability=((99, 9),))
+    options = BuildOptions(target=str(target), output=tmp_path / "bundle", backend="tensorrt-rtx", engines=unknown)
+    with pytest.raises(BuildError, match="is 99.9, which TensorRT-RTX"):
+        build(options, lambda *step: pytest.fail(f"{step} comes first"))
 
 
 def test_a_library_that_is_not_installed_is_named(uncompiled):

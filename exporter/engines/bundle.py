@@ -91,7 +91,7 @@ def compile_graphs(folder: Path, manifest: Manifest, options: CompileOptions, re
     library = load_library(options.backend) if options.backend in COMPILERS else None
     if library is not None and manifest.target.ranks:
         require_collectives(library, options.compute_capability)
-    capabilities = tuple(map(dotted, _capabilities(library, options, _stored(manifest)))) if library else ()
+    capabilities = tuple(map(dotted, chosen_devices(library, options, _stored(manifest)))) if library else ()
     compiler = _Compiler(folder, manifest, options, library, capabilities, report)
     models = {role: compiler.model(model) for role, model in manifest.models.items()}
     # The host runs the steps of a split target.
@@ -256,7 +256,7 @@ def _stored(manifest: Manifest) -> set[StoredAs]:
     return {manifest.target.precision.weights}.union(*(method.stored for method in manifest.methods))
 
 
-def _capabilities(library: CompilerLibrary, options: CompileOptions, stored: set[StoredAs]) -> tuple[Capability, ...]:
+def chosen_devices(library: CompilerLibrary, options: CompileOptions, stored: set[StoredAs]) -> tuple[Capability, ...]:
     """The devices to compile for, checked against the library and the stored types."""
     if library.runtime == "tensorrt":
         here = _this_device()
