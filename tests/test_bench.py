@@ -1,6 +1,7 @@
 """The comparison of a bundle's methods, what is suggested for a target, and ``python -m benchmarks``."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,13 +65,14 @@ def test_bench(bundle, cli, monkeypatch):
     assert (rows["ngram"]["training"], rows["draft_model"]["training"]) == (None, "a smaller model")
     shown = cli(*words[:3], "ngram,suffix", *words[4:]).words
     assert "completion" in shown
+    assert re.search(r"plain decoding none none \d+ tokens/s \d+ tokens/s \d+ tokens/s ngram", shown)
     assert "yes: 72 tokens" in shown
     for more, status, reason in (
-        (["--methods", "medusa"], 1, "--methods has 'medusa'; the bundle has draft_model, ngram"),
-        (["--methods", "plain"], 1, "and default; plain decoding is always measured"),
+        (["--methods", "medusa"], 2, "--methods has 'medusa'; the bundle has draft_model, ngram"),
+        (["--methods", "plain"], 2, "and default; plain decoding is always measured"),
         (["--plot", "x.png"], 2, "--plot is x.png, but HTML is written; name it x.html"),
         (["--prompts", "0"], 2, "--prompts is 0; expected a whole number >= 1"),
-        (["-n", "500"], 1, "do not fit this bundle's context of 512"),
+        (["-n", "500"], 2, "do not fit this bundle's context of 512"),
     ):
         assert reason in cli(*words, *more, status=status).err
 

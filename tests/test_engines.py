@@ -370,7 +370,7 @@ def test_a_device_the_library_does_not_know_is_refused(uncompiled, target, tmp_p
         compile_bundle(uncompiled("fp16-portable-plain"), CompileOptions("tensorrt-rtx", compute_capability=((9, 0),)))
     unknown = CompileOptions("tensorrt-rtx", compute_capability=((99, 9),))
     options = BuildOptions(target=str(target), output=tmp_path / "bundle", backend="tensorrt-rtx", engines=unknown)
-    with pytest.raises(BuildError, match="is 99.9, which TensorRT-RTX"):
+    with pytest.raises(BuildError, match=r"is 99\.9, which TensorRT-RTX"):
         build(options, lambda *step: pytest.fail(f"{step} comes first"))
 
 

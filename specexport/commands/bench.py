@@ -137,9 +137,13 @@ class Result:
         return self.tokens / self.steps
 
     @property
+    def plain_tokens_per_second(self) -> float:
+        return self.plain_tokens / self.plain_seconds
+
+    @property
     def speed_up(self) -> float:
         """Tokens per second over plain decoding's."""
-        return (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
+        return self.tokens / self.seconds / self.plain_tokens_per_second
 
     @property
     def contradictory(self) -> bool:
@@ -200,14 +204,15 @@ def compare(
             raise RequestError(
                 f"--methods has {name!r}; the bundle has {', '.join(engine.methods)}, and {DEFAULT}; plain decoding is "
                 "always measured",
-                param="method",
+                param="methods",
             )
         methods[name] = defaults[0] if name == DEFAULT else engine.methods[name]
     for task in tasks:
         if len(task.prompt) + max_tokens > manifest.max_seq_len:
             raise RequestError(
                 f"a prompt of {len(task.prompt)} tokens ({task.workload}) and {max_tokens} more do not fit this "
-                f"bundle's context of {manifest.max_seq_len}; ask for fewer"
+                f"bundle's context of {manifest.max_seq_len}; ask for fewer",
+                param="max_tokens",
             )
     results: dict[str, dict[str, Result]] = {name: {} for name in methods}
     chosen: dict[str, Counter[str]] = {name: Counter() for name in methods}
@@ -321,6 +326,9 @@ def table(rows: list[MethodRow], names: list[str]) -> Table:
         ("method", "training", "extra memory", *names, "lossless"),
         "lll" + "r" * len(names) + "l",
     )
+    results = {name: result for row in rows for name, result in row.results.items()}
+    speeds = [f"{results[name].plain_tokens_per_second:.0f} tokens/s" if name in results else "-" for name in names]
+    comparison.add_row("plain decoding", "none", "none", *speeds, "")
     for row in rows:
         cells = [
             f"{result.tokens_per_step:.2f}, {result.speed_up:.2f}x" if (result := row.results.get(name)) else "-"
@@ -334,7 +342,7 @@ def table(rows: list[MethodRow], names: list[str]) -> Table:
         memory = bytes_text(row.memory) if row.memory else "none"
         name = row.method
         if name == DEFAULT:
-            name += ": " + ", ".join(f"{name} {steps}" for name, steps in row.chosen.items())
+            name += f" (steps: {', '.join(f'{name} {steps}' for name, steps in row.chosen.items())})"
         comparison.add_row(name, row.training or "none", memory, *cells, verdict)
     return comparison
 
@@ -351,7 +359,7 @@ def _bars(
 
 
 def _as_dict(row: MethodRow) -> dict[str, Any]:
-    figures = ("tokens_per_step", "speed_up", "contradictory")
+    figures = ("tokens_per_step", "plain_tokens_per_second", "speed_up", "contradictory")
     workloads = {
         name: asdict(result) | {figure: getattr(result, figure) for figure in figures}
         for name, result in row.results.items()
