@@ -179,6 +179,14 @@ def test_layers_are_named_as_their_publishers_do(draft, small_vocabulary):
     assert DFlashOutline.default_states(1, 36) == (19,)
 
 
+def test_layers_with_windows_are_causal_where_their_publishers_say(tmp_path, target):
+    folder = make_dflash(tmp_path / "draft", target, published="speculators", windows=(False, True))
+    assert read_dflash(str(folder)).causal == (False, True)  # sliding_window_non_causal is false
+    assert read_dflash(changed(folder, sliding_window_non_causal=None)).causal == (False, False)
+    folder = make_dflash(tmp_path / "other", target, windows=(False, True))
+    assert read_dflash(str(folder)).causal == (False, True)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -79,7 +79,7 @@ class _Config(_Drafting, kw_only=True):
     dflash_config: _Nested | None = None
     aux_hidden_state_layer_ids: States | None = None
     is_causal: bool | None = None
-    sliding_window_non_causal: bool = False
+    sliding_window_non_causal: bool | None = None
     projector_type: str = "dflash"
     sample_from_anchor: bool = False
     shift_label: bool | None = None
@@ -125,7 +125,9 @@ def read_dflash(source: str) -> DFlashOutline:
         raise BuildError(
             f"{path}: sliding_window is {layer.sliding_window}; expected at least the block_size, which is {block}"
         )
-    causal = _first(config.is_causal, nested.causal, False if config.sliding_window_non_causal else None)
+    # vLLM reads speculators' drafts without the field as bidirectional.
+    both_ways = _first(config.sliding_window_non_causal, of_speculators)
+    causal = _first(config.is_causal, nested.causal, False if both_ways else None)
     # z-lab numbers the layer that outputs the state, speculators counts the layers before it.
     ids, offset = (config.aux_hidden_state_layer_ids, 0) if of_speculators else (drafting["target_layer_ids"], 1)
     if not ids:  # they are chosen in training, so no default is right for all drafts
