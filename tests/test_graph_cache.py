@@ -13,7 +13,7 @@ from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from specexport.runtime import Engine, SamplingParams, machine
 from specexport.runtime.backends.onnxruntime import session
-from specexport.runtime.backends.onnxruntime.cache import Rows
+from specexport.runtime.backends.onnxruntime.graph import Rows
 from specexport.runtime.machine import available_cores, remove_unused
 from specexport.runtime.speculative import PLAIN
 from tests.checkpoints import make_checkpoint
