@@ -109,17 +109,14 @@ class MeasuredPolicy(SpeculationPolicy):
         # Between decisions.
         self._last_shape = 1, 1  # batch size and width of the last step
         self._pause = Pause()
-        self._most_plain = MAX_PLAIN_STEPS
-        self._found = False
+        self._found = False  # whether look-ups found something in the last decision
         self._budgets: dict[str, float] = {}
 
     def assign(self, requests: Sequence[Request], joining: int = 0) -> None:
         self._chosen, self._looked_up, self._gained = {}, {}, {}
         for request in requests:
             request.view.lookup = None
-        if self._pause.covers(requests, joining) or (
-            self._pause.extend(requests, joining, self._most_plain) and (self._found or not self._repeats(requests))
-        ):
+        if self._pause.covers(requests, joining, lambda: self._found or not self._repeats(requests)):
             for request in requests:
                 request.view.tree = PLAIN_TREE
             return
@@ -148,12 +145,11 @@ class MeasuredPolicy(SpeculationPolicy):
         for request in requests:
             fit = self._chosen.get(request)
             request.view.tree = PLAIN_TREE if fit is None else fit.tree
-        self._most_plain = min(int(_DECISION / (_DECISION_SHARE * self._step.verify(1))), _LONGEST_PAUSE)
+        longest = min(int(_DECISION / (_DECISION_SHARE * self._step.verify(1))), _LONGEST_PAUSE)
         self._found = any(self._looked_up.values())
         # In a batch, tokens found for one request seldom pay, and to decide takes longer; so every other step decides.
-        pausing = not self._found or self._most_plain > MAX_PLAIN_STEPS
-        most = MAX_PLAIN_STEPS if pausing else int(len(requests) > 1)
-        self._pause.follow(requests, joining, 0 if self._chosen else most)
+        most = MAX_PLAIN_STEPS if not self._found or longest > MAX_PLAIN_STEPS else int(len(requests) > 1)
+        self._pause.follow(requests, joining, 0 if self._chosen else most, longest)
 
     def look_up(self, method: str, view: SlotView) -> Sequence[int]:
         """The draft tokens that a method would look up for a slot; none of a method that proposes otherwise."""

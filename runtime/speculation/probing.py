@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,27 +24,27 @@ class Pause:
 
     def __init__(self) -> None:
         self._requests: Sequence[Request] = ()
-        self._remaining = self._last = self._since = 0
+        self._remaining = self._last = self._since = self._longest = 0
 
-    def covers(self, requests: Sequence[Request], joining: int) -> bool:
-        """Whether the next step is one of them; a pause ends when other requests run."""
-        covered = self._remaining > 0 and not joining and requests == self._requests
-        self._remaining -= covered
-        self._since += covered
-        return covered
+    def covers(self, requests: Sequence[Request], joining: int, is_quiet: Callable[[], bool]) -> bool:
+        """Whether the next step is one of them; a pause ends when other requests run.
 
-    def extend(self, requests: Sequence[Request], joining: int, most: int) -> bool:
-        """Repeats the longest pause if the last decision was fewer than ``most`` steps ago; returns whether it did."""
-        extended = self._last == MAX_PLAIN_STEPS and self._since < most and not joining and requests == self._requests
-        if extended:
-            self._remaining = MAX_PLAIN_STEPS
-            self._since += 1
-        return extended
+        The longest pause is repeated up to the ``longest`` of :meth:`follow`, while ``is_quiet()``.
+        """
+        if joining or requests != self._requests:
+            return False
+        if not self._remaining:
+            if self._last < MAX_PLAIN_STEPS or self._since >= self._longest or not is_quiet():
+                return False
+            self._remaining = MAX_PLAIN_STEPS + 1
+        self._remaining -= 1
+        self._since += 1
+        return True
 
-    def follow(self, requests: Sequence[Request], joining: int, most: int) -> None:
+    def follow(self, requests: Sequence[Request], joining: int, most: int, longest: int) -> None:
         """Begins the pause after a decision, of at most ``most`` steps; 0 if something was chosen."""
         self._remaining = self._last = min(2 * self._last + 1, most) if requests == self._requests else 0
-        self._since = 0
+        self._since, self._longest = 0, longest
         self._requests = () if joining else list(requests)
 
 
