@@ -10,7 +10,7 @@ from onnx_ir.tape import Tape
 
 from specexport.contract import tensors
 from specexport.contract.model import OPSETS, CacheLayer, LoweredAs
-from specexport.contract.signature import cache_outputs, caches, propose_signature
+from specexport.contract.signature import caches, propose_signature
 from specexport.contract.tensors import Tensor
 from specexport.exporter.passes.editing import constant
 
@@ -40,66 +40,69 @@ def propose_graph(
         start: computes the further inputs of the first pass, by name, from inputs of the propose graph; None if passes
             have only tokens and rows as inputs. The propose graph returns the first of these after the last pass.
     """
-    layers = len(shapes)
-    pass_inputs = draft_pass.graph.inputs
-    carried = {str(value.name): value.shape for value in pass_inputs if str(value.name).startswith("row.")}
-    past = [_value(tensor) for tensor in caches(shapes)]
-    drafted = [str(value.name) for value in draft_pass.graph.outputs if str(value.name).startswith("draft_")]
+    rows = {str(v.name): _sizes(v) for v in draft_pass.graph.inputs if str(v.name).startswith("row.")}
+    drafted = [str(v.name) for v in draft_pass.graph.outputs if str(v.name).startswith("draft_")]
     start_values = [] if start is None else list(start.graph.outputs)
-    start_inputs = [] if start is None else [ir.val(v.name, v.dtype, v.shape) for v in start.graph.inputs]
-    state_inputs = [
-        ir.val(value.name, value.dtype, value.shape)
-        for value in pass_inputs
-        if str(value.name).startswith(tensors.STATES) or value.name in (tensors.KNOWN_TOKENS, tensors.CELL_ROWS)
-    ]
-    inputs_of_loop = map(_value, propose_signature("M").inputs)
-    inputs = {str(value.name): value for value in (*inputs_of_loop, *start_inputs, *past, *state_inputs)}
+    inputs = _inputs(draft_pass.graph, shapes, start)
     graph = ir.Graph(list(inputs.values()), [], nodes=[], opset_imports={"": OPSETS[lowering]}, name="propose")
-    body = _loop_body(draft_pass.graph, inputs, [*(str(value.name) for value in start_values), *carried], drafted)
+    body = _loop_body(draft_pass.graph, inputs, [*(str(value.name) for value in start_values), *rows], drafted)
     if start is not None:
         _prepend(start.graph, graph, body, inputs)
 
     tape = Tape(graph)
+    read = [inputs[tensors.INPUT_IDS], inputs[tensors.LAST_ROW]]
     batch = tape.op("Shape", [inputs[tensors.PAST_LENGTH]], output=ir.val("batch"))
     first = []  # values carried into the first pass: no rows, and the states from the graph's inputs
-    for name, shape in carried.items():
+    for name, sizes in rows.items():
         if (at_first := name.replace("row.", "past_", 1)).startswith("past_state."):
             first.append(inputs[at_first])
             continue
-        assert shape is not None
-        sizes = constant(graph, f"{name}.rest", np.array([d if isinstance(d, int) else 0 for d in shape[1:]], np.int64))
-        extent = tape.op("Concat", [batch, sizes], {"axis": 0}, output=ir.val(f"{name}.shape"))
+        rest = constant(graph, f"{name}.rest", np.array([size or 0 for size in sizes], np.int64))
+        extent = tape.op("Concat", [batch, rest], {"axis": 0}, output=ir.val(f"{name}.shape"))
         first.append(tape.op("ConstantOfShape", [extent], output=ir.val(f"{name}.empty")))
-    always = constant(graph, "always", np.array(True))
-    read = [inputs[tensors.INPUT_IDS], inputs[tensors.LAST_ROW]]
+    carried = [*read, *start_values, *first]
     results = tape.op_multi_out(
         "Loop",
-        [inputs[tensors.NUM_DRAFT_TOKENS], always, *read, *start_values, *first],
+        [inputs[tensors.NUM_DRAFT_TOKENS], constant(graph, "always", np.array(True)), *carried],
         {"body": ir.AttrGraph("body", body)},
         outputs=_loop_outputs(body, drafted),
         name="draft",
     )
     hoist_invariants(graph, tape.nodes[-1])
-    rows, stacked = results[: -len(drafted)][-len(carried) :], results[-len(drafted) :]
-    returned = []
-    outputs = map(_value, cache_outputs(shapes, (), lowering, "F"))
-    for row, cache, output in zip(rows[: 2 * layers], past, outputs, strict=True):
-        if lowering == "portable":
-            row.name, row.dtype, row.shape = output.name, _FLOAT, output.shape
-            returned.append(row)
-        else:
-            scattered = [cache, row, inputs[tensors.PAST_LENGTH]]
-            returned.append(tape.op("TensorScatter", scattered, {"axis": -2}, output=output))
-    for row, (name, shape) in list(zip(rows, carried.items(), strict=True))[2 * layers :]:
-        row.name, row.dtype, row.shape = name.replace("row.", "new_", 1), _FLOAT, shape
-        if shape is not None and len(shape) == 3:
-            row.shape = ir.Shape(["B", "F", shape[2]])
-        returned.append(row)
     states = results[len(read) :][: len(start_values[:1])]
     for state in states:
         state.name, state.dtype, state.shape = tensors.NEXT_STATE, _FLOAT, body.outputs[1 + len(read)].shape
-    graph.outputs.extend([*stacked, *states, *returned])
+    returned = []
+    for row, (name, sizes) in zip(results[len(carried) - len(rows) : len(carried)], rows.items(), strict=True):
+        name = name.removeprefix("row.")
+        if lowering == "native" and f"past_{name}".startswith(tensors.CACHES):
+            cache = inputs[f"past_{name}"]
+            present = ir.val(f"present_{name}", _FLOAT, cache.shape)
+            scattered = [cache, row, inputs[tensors.PAST_LENGTH]]
+            returned.append(tape.op("TensorScatter", scattered, {"axis": -2}, output=present))
+        else:
+            row.name, row.dtype, row.shape = f"new_{name}", _FLOAT, ir.Shape(["B", *(size or "F" for size in sizes)])
+            returned.append(row)
+    graph.outputs.extend([*results[len(carried) :], *states, *returned])
     return ir.Model(graph, ir_version=draft_pass.ir_version, producer_name="specexport")
+
+
+def _sizes(rows: ir.Value) -> list[int | None]:
+    """The sizes of a pass's rows but the number of slots; None for the number of tokens."""
+    assert rows.shape is not None
+    return [size if isinstance(size, int) else None for size in rows.shape[1:]]
+
+
+def _inputs(draft_pass: ir.Graph, shapes: Sequence[CacheLayer], start: ir.Model | None) -> dict[str, ir.Value]:
+    """The propose graph's inputs by name: the loop's, those of ``start``, the caches, and the draft's states."""
+    of_loop = map(_value, propose_signature("M").inputs)
+    of_start = [] if start is None else [ir.val(v.name, v.dtype, v.shape) for v in start.graph.inputs]
+    of_states = [
+        ir.val(value.name, value.dtype, value.shape)
+        for value in draft_pass.inputs
+        if str(value.name).startswith(tensors.STATES) or value.name in (tensors.KNOWN_TOKENS, tensors.CELL_ROWS)
+    ]
+    return {str(value.name): value for value in (*of_loop, *of_start, *map(_value, caches(shapes)), *of_states)}
 
 
 def _value(tensor: Tensor) -> ir.Value:
