@@ -47,7 +47,7 @@ def op(op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes:
 
 
 class Nodes:
-    """New nodes with one output each, in order.
+    """New nodes, in order.
 
     Attributes:
         name: the beginning of their outputs' names.
@@ -58,9 +58,17 @@ class Nodes:
         self.list: list[ir.Node] = []
 
     def op(self, op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes: Any) -> ir.Value:
-        """Adds a node; returns its output."""
+        """Adds a node with one output; returns it."""
         self.list.append(op(op_type, inputs, f"{self.name}.{name}", **attributes))
         return self.list[-1].outputs[0]
+
+    def outputs(
+        self, op_type: str, inputs: Sequence[ir.Value], names: Sequence[str], **attributes: Any
+    ) -> Sequence[ir.Value]:
+        """Adds a node with several outputs; returns them."""
+        values = [ir.val(f"{self.name}.{name}") for name in names]
+        self.list.append(ir.node(op_type, inputs, attributes, outputs=values))
+        return self.list[-1].outputs
 
 
 def insert_behind(graph: ir.Graph, value: ir.Value, node: ir.Node) -> ir.Value:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
-from onnx_ir.tape import Tape
 
-from specexport.exporter.passes.editing import ancestors, constant, producer
+from specexport.exporter.passes.editing import Nodes, ancestors, constant, op, producer
 from specexport.graphs.ops import EXPERTS_DOMAIN
 
 _GRAIN = 16
@@ -36,68 +36,72 @@ def lower_experts(model: ir.Model, *, branches: bool) -> None:
 def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     """Inserts an If for each expert, which adds the expert's output to a running sum; returns the sum ``[N,H]``."""
     _, hidden, rows, products, index, weights = (_required(value) for value in node.inputs)
-    region = _nodes_between(hidden, rows, products)
-    gathered = [value for source in region for value in source.inputs if _stack(value) is not None]
-    stacks = {value: _required(_stack(value)) for value in gathered if value is not None}
+    region, nodes = _nodes_between(hidden, rows, products), Nodes(str(node.outputs[0].name))
+    stacks = {value: stack for source in region for value in source.inputs if (stack := _stack(value)) is not None}
     tensors = {stack: _required(stack.const_value) for stack in stacks.values()}
-    count = next(iter(tensors.values())).shape.numpy()[0]
-    name, tape = node.outputs[0].name, Tape()
-
-    def add(nodes: Tape, result: str, op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
-        return nodes.op(op_type, inputs, attributes, output=ir.val(f"{name}.{result}"))
-
-    def number(*numbers: int) -> ir.Value:
-        return constant(graph, f"experts.{'.'.join(map(str, numbers))}", np.array(numbers))
-
-    def each(value: ir.Value) -> list[ir.Value]:
-        outputs = [ir.val(f"{value.name}.{expert}") for expert in range(count)]
-        return list(tape.op_multi_out("Split", [value], {"axis": 0, "num_outputs": count}, outputs=outputs))
-
-    ids = constant(graph, f"experts.ids.{count}", np.arange(count)[:, None, None])
-    selected = add(tape, "chose", "Cast", add(tape, "same", "Equal", index, ids), to=ir.DataType.FLOAT)  # [E,N,k]
-    weighted = add(tape, "weighted", "Mul", selected, weights)
-    chosen = add(tape, "chosen", "ReduceMax", selected, number(2), keepdims=0)  # [E,N]
-    tokens = add(tape, "tokens", "Shape", hidden, start=0, end=1)
-    sums = add(tape, "counts", "ReduceSum", chosen, number(1), keepdims=0)
-    full = add(tape, "up", "Add", add(tape, "sizes", "Cast", sums, to=ir.DataType.INT64), number(_GRAIN - 1))
-    full = add(tape, "full", "Mul", add(tape, "tiles", "Div", full, number(_GRAIN)), number(_GRAIN))
-    sizes = add(tape, "rows", "Min", full, tokens)
-    used = add(tape, "used", "Cast", sizes, to=ir.DataType.BOOL)
-    shares = add(tape, "shares", "ReduceSum", weighted, number(2), keepdims=0)
-    total = add(tape, "nothing", "Mul", hidden, constant(graph, "experts.nothing", np.array(0, np.float32)))
-
     read = functools.lru_cache(len(tensors))(lambda stack: tensors[stack].numpy())  # once for all experts of a stack
-    parts = zip(each(used), each(sizes), each(chosen), each(shares), strict=True)
-    for expert, (is_used, size, selected_by, share) in enumerate(parts):
-        prefix, branch = f"{expert}.", Tape()
-        best = [ir.val(f"{name}.{prefix}{result}") for result in ("best", "token")]
-        _, token = branch.op_multi_out(
-            "TopK", [selected_by, size], outputs=best
-        )  # [1,M]: the expert's tokens, then others
-        mapped: dict[ir.Value, Any] = {rows: add(branch, f"{prefix}rows", "Gather", hidden, token, axis=0)}
-        matrices = {stack: _expert(stack, tensors[stack], expert, read) for stack in stacks.values()}
-        mapped |= {value: matrices[stack] for value, stack in stacks.items()}
+    count = _sizes(next(iter(stacks.values())))[0]
+    routes = _routes(graph, nodes, hidden, index, weights, count)
+    total = nodes.op("Mul", [hidden, constant(graph, "experts.nothing", np.array(0, np.float32))], "nothing")
+    axis = constant(graph, "experts.2", np.array([2]))
+    for expert, (used, tokens_of, chosen, share) in enumerate(routes):
+        branch = Nodes(f"{nodes.name}.{expert}")
+        # [1,M]: the expert's tokens, then others.
+        _, token = branch.outputs("TopK", [chosen, tokens_of], ["best", "token"])
+        matrices = {stack: _expert(stack, expert, read) for stack in stacks.values()}
+        mapped: dict[Any, ir.Value] = {value: matrices[stack] for value, stack in stacks.items()}
+        mapped[rows] = branch.op("Gather", [hidden, token], "rows", axis=0)
         for source in region:
-            inputs = [mapped.get(value, value) if value is not None else None for value in source.inputs]
             outputs = [ir.val(f"{value.name}.{expert}") for value in source.outputs]
-            branch.op_multi_out(source.op_type, inputs, source.attributes, outputs=outputs, domain=source.domain)
+            inputs = [mapped.get(value, value) for value in source.inputs]
+            branch.list.append(
+                ir.Node(source.domain, source.op_type, inputs, source.attributes.values(), outputs=outputs)
+            )
             mapped |= zip(source.outputs, outputs, strict=True)
-        weight = add(branch, f"{prefix}share", "GatherElements", share, token, axis=1)
-        weight = add(branch, f"{prefix}shares", "Unsqueeze", weight, number(2))
-        update = add(branch, f"{prefix}weighted", "Mul", mapped[products], weight)
-        place = add(branch, f"{prefix}place", "Unsqueeze", token, number(2))
-        output = ir.val(f"{name}.{prefix}sum")
-        summed = branch.op("ScatterND", [total, place, update], {"reduction": "add"}, output=output)
-        unchanged = ir.node("Identity", [total], outputs=[ir.val(f"{name}.{prefix}kept")])
-        then = ir.Graph([], [summed], nodes=branch.nodes, initializers=list(matrices.values()), name="chosen")
-        otherwise = ir.Graph([], unchanged.outputs, nodes=[unchanged], name="not_chosen")
-        attributes = {
-            "then_branch": ir.AttrGraph("then_branch", then),
-            "else_branch": ir.AttrGraph("else_branch", otherwise),
-        }
-        total = tape.op("If", [is_used], attributes, output=ir.val(f"{name}.{expert}"))
-    graph.insert_before(node, tape.nodes)
+        weight = branch.op("GatherElements", [share, token], "share", axis=1)
+        weighted = branch.op("Mul", [mapped[products], branch.op("Unsqueeze", [weight, axis], "shares")], "weighted")
+        place = branch.op("Unsqueeze", [token, axis], "place")
+        summed = branch.op("ScatterND", [total, place, weighted], "sum", reduction="add")
+        unchanged = op("Identity", [total], f"{branch.name}.kept")
+        total = nodes.op(
+            "If",
+            [used],
+            str(expert),
+            then_branch=ir.Graph([], [summed], nodes=branch.list, initializers=list(matrices.values()), name="chosen"),
+            else_branch=ir.Graph([], unchanged.outputs, nodes=[unchanged], name="not_chosen"),
+        )
+    graph.insert_before(node, nodes.list)
     return total
+
+
+def _routes(
+    graph: ir.Graph, nodes: Nodes, hidden: ir.Value, index: ir.Value, weights: ir.Value, experts: int
+) -> Iterator[tuple[ir.Value, ...]]:
+    """Which tokens take part in each expert's products: whether any, how many, ``[1]``, who chose it, and their shares.
+
+    ``index`` and ``weights`` are the experts of each token and their weights, ``[N,k]``; both results are ``[1,N]``.
+    """
+
+    def number(value: int) -> ir.Value:
+        return constant(graph, f"experts.{value}", np.array([value]))
+
+    ids = constant(graph, f"experts.ids.{experts}", np.arange(experts)[:, None, None])
+    same = nodes.op("Equal", [index, ids], "same")
+    selected = nodes.op("Cast", [same], "chose", to=ir.DataType.FLOAT.value)  # [E,N,k]
+    chosen = nodes.op("ReduceMax", [selected, number(2)], "chosen", keepdims=0)  # [E,N]
+    shares = nodes.op("ReduceSum", [nodes.op("Mul", [selected, weights], "weighted"), number(2)], "shares", keepdims=0)
+    counts = nodes.op("ReduceSum", [chosen, number(1)], "counts", keepdims=0)
+    sizes = nodes.op("Cast", [counts], "sizes", to=ir.DataType.INT64.value)
+    tiles = nodes.op("Div", [nodes.op("Add", [sizes, number(_GRAIN - 1)], "up"), number(_GRAIN)], "tiles")
+    tokens = nodes.op("Shape", [hidden], "tokens", start=0, end=1)
+    taking_part = nodes.op("Min", [nodes.op("Mul", [tiles, number(_GRAIN)], "full"), tokens], "rows")
+    used = nodes.op("Cast", [taking_part], "used", to=ir.DataType.BOOL.value)
+    of_all = {"used": used, "rows": taking_part, "chosen": chosen, "shares": shares}
+    by_expert = (
+        nodes.outputs("Split", [value], [f"{name}.{n}" for n in range(experts)], axis=0, num_outputs=experts)
+        for name, value in of_all.items()
+    )
+    return zip(*by_expert, strict=True)
 
 
 def _required(value: Any) -> Any:
@@ -112,16 +116,24 @@ def _stack(value: ir.Value | None) -> ir.Value | None:
     return stack if stack is not None and stack.const_value is not None else None
 
 
-def _expert(stack: ir.Value, tensor: ir.TensorProtocol, expert: int, read: Any) -> ir.Value:
+def _sizes(stack: ir.Value) -> tuple[int, ...]:
+    return tuple(map(int, _required(stack.const_value).shape.numpy()))
+
+
+def _expert(stack: ir.Value, expert: int, read: Any) -> ir.Value:
     """The matrix ``[K,N]`` of one expert, or its bias ``[1,N]``."""
-    _, *sizes = tensor.shape.numpy()
+    _, *sizes = _sizes(stack)
     sizes = sizes if len(sizes) > 1 else [1, *sizes]
     name, shape = f"{stack.name}[{expert}]", ir.Shape(sizes)
 
     def slice_of() -> ir.TensorProtocol:
         return ir.Tensor(read(stack)[expert].reshape(sizes), name=name)
 
-    return ir.val(name, shape=shape, const_value=ir.LazyTensor(slice_of, dtype=tensor.dtype, shape=shape, name=name))
+    return ir.val(
+        name,
+        shape=shape,
+        const_value=ir.LazyTensor(slice_of, dtype=_required(stack.const_value).dtype, shape=shape, name=name),
+    )
 
 
 def _nodes_between(hidden: ir.Value, rows: ir.Value, outputs: ir.Value) -> list[ir.Node]:
