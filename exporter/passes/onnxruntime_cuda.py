@@ -92,6 +92,64 @@ class _Rows:
         return cls(node, cache, rows)
 
 
+@dataclass
+class _Attention:
+    """An Attention over two caches.
+
+    Attributes:
+        query: ``[B,heads,T,D]``; ``group`` of its heads share a head of the caches.
+        mask: ``[B,1,T,S]``.
+        dtype: the caches' type; their shape is ``cache_shape``, ``[1,Hkv,S,D]``.
+        joined: the Reshape that joins a token's heads in the result.
+    """
+
+    query: ir.Value
+    key: _Rows
+    value: _Rows
+    mask: ir.Value
+    group: int
+    dtype: ir.DataType
+    cache_shape: list[int]
+    joined: ir.Node
+
+    @classmethod
+    def of(cls, node: ir.Node) -> _Attention | None:
+        """The attention of a node; None if it has another form."""
+        query, keys, values, mask = node.inputs[:4]
+        key, value = _Rows.written_by(keys), _Rows.written_by(values)
+        dtype = None if key is None else key.cache.dtype
+        if key is None or value is None or dtype is None or dtype not in _HALF:
+            return None
+        if any(list(rows.node.outputs[0].consumers()) != [node] for rows in (key, value)):
+            return None  # layers that share a cache
+        shape = [size for size in key.cache.shape or () if isinstance(size, int)]
+        if len(shape) != 4 or shape[0] != 1 or shape[3] % _WIDTH_UNIT:
+            return None  # GroupQueryAttention reads the new tokens of one slot, or one token of each slot
+        group = 1
+        if (tiled := producer(mask, "Concat")) is not None:
+            mask, group = tiled.inputs[0], len(tiled.inputs)
+        if group > 1:
+            folded = producer(query, "Reshape")
+            query = folded.inputs[0] if folded is not None else None
+        joined = cls._joined(node, group)
+        if query is None or mask is None or joined is None:
+            return None
+        return cls(query, key, value, mask, group, dtype, shape, joined)
+
+    @staticmethod
+    def _joined(attention: ir.Node, group: int) -> ir.Node | None:
+        """The Reshape that joins a token's heads, or None if something else reads them."""
+        value = attention.outputs[0]
+        for kind in (*(["Reshape"] if group > 1 else []), "Transpose", "Reshape"):
+            (node, *others) = value.consumers()
+            if others or node.op_type != kind:
+                return None
+            if kind == "Transpose" and list(node.attributes.get_ints("perm", [])) != _SWAP_HEADS:
+                return None
+            value = node.outputs[0]
+        return node
+
+
 class _AttentionFusion:
     """Fuses attention with writing its caches into GroupQueryAttention, without transpositions.
 
@@ -109,59 +167,40 @@ class _AttentionFusion:
         self._lengths: ir.Value | None = None
         self._position_ids = next((value for value in graph.inputs if value.name == tensors.POSITION_IDS), None)
 
-    def fuse(self, attention: ir.Node) -> None:
+    def fuse(self, node: ir.Node) -> None:
         """Replaces an Attention over two caches that no other node reads, if it has the form that graphs give it."""
-        query, keys, values, mask = attention.inputs[:4]
-        key, value = _Rows.written_by(keys), _Rows.written_by(values)
-        if query is None or mask is None or key is None or value is None or key.cache.dtype not in _HALF:
+        attention = _Attention.of(node)
+        if attention is None:
             return
-        if any(list(rows.node.outputs[0].consumers()) != [attention] for rows in (key, value)):
-            return  # layers that share a cache
-        shape = [size for size in key.cache.shape or () if isinstance(size, int)]
-        if len(shape) != 4 or shape[0] != 1:
-            return  # GroupQueryAttention reads the new tokens of one slot, or one token of each slot
-        _, kv_heads, rows, width = shape
-        if width % _WIDTH_UNIT:
-            return
-        tiled = producer(mask, "Concat")
-        group = 1 if tiled is None else len(tiled.inputs)
-        if tiled is not None:
-            mask = tiled.inputs[0]
-        folded = producer(query, "Reshape")
-        if group > 1:
-            if folded is None:
-                return
-            query = folded.inputs[0]
-        joined = self._joined(attention, group)
-        if query is None or mask is None or joined is None:
-            return
-        heads = group * kv_heads
+        query, key, value, mask = attention.query, attention.key, attention.value, attention.mask
+        _, kv_heads, rows, width = attention.cache_shape
+        heads = attention.group * kv_heads
         rotation = None if width % _ROTATED_UNIT else self._rotation(query, key.rows, rows)
-        new_query, new_key, rotary = (query, key.rows, [None] * 3) if rotation is None else rotation
-        product = _whole(new_query, new_key, value.rows)
+        query, new_key, rotary = (query, key.rows, [None] * 3) if rotation is None else rotation
+        product = _whole(query, new_key, value.rows)
         if product is None:
-            each = zip((new_query, new_key, value.rows), (heads, kv_heads, kv_heads), strict=True)
+            each = zip((query, new_key, value.rows), (heads, kv_heads, kv_heads), strict=True)
             inputs: list[ir.Value | None] = [self._flattened(part, n) for part, n in each]
         else:
             inputs = [product, None, None]
         total = constant(self._graph, "rows.all", np.array([rows], np.int32))
-        causal = attention.inputs[3] in self._causal.masks
-        bias = None if causal else self._bias(mask, key.cache.dtype)
-        name = attention.outputs[0].name
+        causal = node.inputs[3] in self._causal.masks
+        bias = None if causal else self._bias(mask, attention.dtype)
+        name = node.outputs[0].name
         outputs = [ir.val(f"{name}.fused"), ir.val(f"{name}.keys"), ir.val(f"{name}.values")]
         attributes = [
             ir.AttrInt64("num_heads", heads),
             ir.AttrInt64("kv_num_heads", kv_heads),
-            ir.AttrFloat32("scale", attention.attributes.get_float("scale", width**-0.5)),
+            ir.AttrFloat32("scale", node.attributes.get_float("scale", width**-0.5)),
             ir.AttrInt64("causal", int(causal)),
             ir.AttrInt64("do_rotary", int(rotation is not None)),
             ir.AttrInt64("rotary_interleaved", 0),
         ]
         arguments = [*inputs, key.cache, value.cache, self._valid_rows(rows), total, *rotary, bias]
         fused = ir.Node(_DOMAIN, "GroupQueryAttention", arguments, attributes, outputs=outputs)
-        self._graph.insert_after(attention, fused)
-        outputs[0].type = ir.TensorType(key.cache.dtype)
-        joined.replace_input_with(0, outputs[0])
+        self._graph.insert_after(node, fused)
+        outputs[0].type = ir.TensorType(attention.dtype)
+        attention.joined.replace_input_with(0, outputs[0])
         for written, now in ((key, outputs[1]), (value, outputs[2])):
             replace_value(written.node.outputs[0], now)
 
@@ -187,18 +226,6 @@ class _AttentionFusion:
         if before is None or key_before is None or None in tables:
             return None
         return before, key_before, [*tables, self._position_ids]
-
-    def _joined(self, attention: ir.Node, group: int) -> ir.Node | None:
-        """The Reshape that joins a token's heads, or None if something else reads them."""
-        value = attention.outputs[0]
-        for kind in (*(["Reshape"] if group > 1 else []), "Transpose", "Reshape"):
-            (node, *others) = value.consumers()
-            if others or node.op_type != kind:
-                return None
-            if kind == "Transpose" and list(node.attributes.get_ints("perm", [])) != _SWAP_HEADS:
-                return None
-            value = node.outputs[0]
-        return node
 
     def _flattened(self, value: ir.Value, heads: int) -> ir.Value:
         """``[B,heads,T,D]`` as ``[B,T,heads * D]``, from before it was transposed if possible."""
