@@ -266,6 +266,10 @@ class Engine:
         request.bypass = options.hypothesis is not None and bypasses_model(params, options.hypothesis_entropy)
         return Stream(self._scheduler, request)
 
+    def wait_for_end(self, streams: Sequence[Stream]) -> None:
+        """Returns when one of several streams has ended; it takes steps for them meanwhile."""
+        self._scheduler.wait_for(lambda: any(stream.ended for stream in streams))
+
     def _require_room(self, length: int, params: SamplingParams) -> None:
         """Refuses a prompt of ``length`` tokens if it leaves no room for an output."""
         limit, longest = self.max_model_len, params.rules.max_length

@@ -195,14 +195,19 @@ class Request:
         return self.view.params.prompt_logprobs is not None
 
     @property
+    def ended(self) -> bool:
+        """Whether it gets no further chunk."""
+        return self.finished or self.abandoned or self.error is not None
+
+    @property
     def ready(self) -> bool:
         """Whether a reader of its next chunk need not wait."""
-        return bool(self.chunks) or self.finished or self.abandoned or self.error is not None
+        return bool(self.chunks) or self.ended
 
     @property
     def over(self) -> bool:
         """Whether it needs no further step."""
-        return self.finished or self.cancelled or self.abandoned or self.error is not None
+        return self.cancelled or self.ended
 
     def append(self, outcome: Outcome, *, last: bool = False) -> Chunk:
         """Appends a step's tokens to the text, up to the output's end, and returns their chunk.
@@ -309,6 +314,11 @@ class Stream:
         self.method: str | None = view.method
         self.hypothesis: Sequence[int] = view.hypothesis
         self.stats: Stats = request.stats
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last chunk is there, though perhaps unread, or it failed."""
+        return self._request.ended
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:

@@ -101,7 +101,7 @@ class Scheduler:
             Exception: the error that ended the request before its last chunk.
         """
         if not request.ready:
-            self._drive_until(lambda: request.ready)
+            self.wait_for(lambda: request.ready)
         with self._lock:
             if request.abandoned:
                 return None
@@ -109,6 +109,18 @@ class Scheduler:
                 request.abandoned = True
                 raise request.error
             return request.chunks.popleft() if request.chunks else None
+
+    def wait_for(self, is_done: Callable[[], bool]) -> None:
+        """Waits until ``is_done()``, and takes turns while no other thread does."""
+        with self._lock:
+            try:
+                while not is_done():
+                    if self._driving or self._frozen:
+                        self._wait(is_done)
+                    else:
+                        self._drive()
+            finally:
+                self._hand_over()
 
     def abandon(self, request: Request) -> None:
         """Ends a request that nobody reads any more before the next step."""
@@ -125,7 +137,7 @@ class Scheduler:
             for request in self._running:
                 request.abandoned |= request.owner == threading.get_ident()
             self._wake_finished()
-        self._drive_until(lambda: not self._driving and (self._frozen or not self._running))
+        self.wait_for(lambda: not self._driving and (self._frozen or not self._running))
         with self._lock:
             if hasattr(self, "_program"):
                 del self._program, self._slots  # they hold the models, which streams would keep alive
@@ -137,18 +149,6 @@ class Scheduler:
                 self._frozen = True
                 while self._driving:
                     self._wait(lambda: not self._driving)
-
-    def _drive_until(self, is_done: Callable[[], bool]) -> None:
-        """Waits until ``is_done()``, and takes turns while no other thread does."""
-        with self._lock:
-            try:
-                while not is_done():
-                    if self._driving or self._frozen:
-                        self._wait(is_done)
-                    else:
-                        self._drive()
-            finally:
-                self._hand_over()
 
     def _drive(self) -> None:
         """Takes a turn, without the lock."""

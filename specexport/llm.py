@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -226,45 +224,24 @@ class LLM:
         columns, lines = size.columns, size.lines
         # A disabled bar would start a thread too.
         bar = tqdm(total=len(streams), desc="generating", disable=None, ncols=columns, nrows=lines) if shown else None
-        waiting = deque(enumerate(streams))
-        ended: SimpleQueue[tuple[int, Completion | BaseException]] = SimpleQueue()
-
-        def work() -> None:
-            with contextlib.suppress(IndexError):
-                while True:
-                    at, stream = waiting.popleft()
-                    try:
-                        ended.put((at, complete(stream)))
-                    except BaseException as error:  # raised again in the thread that waits
-                        ended.put((at, error))
-
-        # Daemon threads, not a pool: Python would wait for its requests as it ends, and take none from then on.
-        count = min(len(streams), self._frontend.engine.slots)
-        threads = [threading.Thread(target=work, name="specexport-request", daemon=True) for _ in range(count)]
-        completions: dict[int, Completion] = {}
+        engine, waiting, running = self._frontend.engine, deque(streams), list[Stream]()
+        completions: dict[Stream, Completion] = {}
         with bar or contextlib.nullcontext():
             try:
-                try:
-                    for thread in threads:
-                        thread.start()
-                except RuntimeError:  # from 3.12 on none starts once the main thread has ended
-                    work()
-                while len(completions) < len(streams):
-                    at, result = ended.get()
-                    if isinstance(result, BaseException):
-                        raise result
-                    completions[at] = result
-                    if bar is not None:
-                        bar.update()
-            except BaseException:
-                waiting.clear()
-                for stream in streams:
-                    stream.cancel()
-                raise
+                while waiting or running:
+                    while waiting and len(running) < engine.slots:
+                        running.append(waiting.popleft())
+                        running[-1].start()
+                    engine.wait_for_end(running)
+                    for stream in [stream for stream in running if stream.ended]:
+                        completions[stream] = complete(stream)
+                        running.remove(stream)
+                        if bar is not None:
+                            bar.update()
             finally:
-                for thread in filter(threading.Thread.is_alive, threads):
-                    thread.join()
-        return [completions[at] for at in range(len(streams))]
+                for stream in running:
+                    stream.close()
+        return [completions[stream] for stream in streams]
 
     def _output(self, index: int, params: SamplingParams, result: Completion) -> CompletionOutput:
         logprobs = None if params.logprobs is None else list(map(self._frontend.by_token, result.logprobs))
