@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,24 +100,7 @@ def load_checkpoint(source: str) -> Checkpoint:
             experts_implementation=EXPERTS_NAME,
         )
         model.eval()
-    if loaded["missing_keys"]:  # transformers would initialize them at random
-        raise BuildError(
-            f"{path}: the weights lack {min(loaded['missing_keys'])!r}, which {path / 'config.json'} asks for; "
-            "expected the configuration that they were saved with"
-        )
-    modules = dict(model.named_modules())
-    for name in loaded["unexpected_keys"]:
-        module, _, part = name.rpartition(".")
-        parent, numbered = module.rpartition(".")[0], _IN_LAYER.search(module)
-        # Quantizers store biases of zeros, too.
-        in_module = module in modules and ((part == "bias" and bool(tensors[name].read().any())) or part in _SCALES)
-        # Such as a norm of queries. Layers after the model's last one are those of drafts.
-        in_layer = part == "weight" and numbered and module not in modules and parent in modules
-        if in_module or in_layer:
-            raise BuildError(
-                f"{path}: the weights have {name!r}, which {path / 'config.json'} leaves out; expected the "
-                "configuration that they were saved with, such as model_type, attention_bias or quantization_config"
-            )
+    _require_configured(path, model, loaded, tensors)
     max_positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(max_positions, int):
         raise BuildError(f"{path / 'config.json'}: no max_position_embeddings; model family '{family}' is unsupported")
@@ -145,6 +128,30 @@ def load_checkpoint(source: str) -> Checkpoint:
         tensors=tensors,
         quantized_in=(quantized_in(path) or ("",))[0],
     )
+
+
+def _require_configured(
+    path: Path, model: Any, loaded: Mapping[str, Iterable[str]], tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Refuses weights that differ from the configuration; ``loaded`` is transformers' report of loading them."""
+    if loaded["missing_keys"]:  # transformers would initialize them at random
+        raise BuildError(
+            f"{path}: the weights lack {min(loaded['missing_keys'])!r}, which {path / 'config.json'} asks for; "
+            "expected the configuration that they were saved with"
+        )
+    modules = dict(model.named_modules())
+    for name in loaded["unexpected_keys"]:
+        module, _, part = name.rpartition(".")
+        parent, numbered = module.rpartition(".")[0], _IN_LAYER.search(module)
+        # Quantizers store biases of zeros, too.
+        in_module = module in modules and ((part == "bias" and bool(tensors[name].read().any())) or part in _SCALES)
+        # Such as a norm of queries. Layers after the model's last one are those of drafts.
+        in_layer = part == "weight" and numbered and module not in modules and parent in modules
+        if in_module or in_layer:
+            raise BuildError(
+                f"{path}: the weights have {name!r}, which {path / 'config.json'} leaves out; expected the "
+                "configuration that they were saved with, such as model_type, attention_bias or quantization_config"
+            )
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 
 from specexport.contract.errors import BuildError
@@ -144,58 +145,74 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
 
 def _fetched(source: str, revision: str | None, weights: bool) -> Path:
-    """Downloads a hub id: the files that describe the model, and its weights in one format."""
+    """Downloads a hub id: the files that describe the model, and its weights in one format; or a GGUF file of it."""
     owner, name, *inside = source.split("/")
-    source, file = f"{owner}/{name}", "/".join(inside)
-    try:
-        from huggingface_hub import list_repo_files, snapshot_download
-    except ImportError as error:
-        raise BuildError(
-            f"{source}: no such folder, and fetching a hub id needs the [export] extra; install it with: "
-            "pip install 'specexport[cpu,export]'"
-        ) from error
+    repository, file = _Repository(f"{owner}/{name}", revision), "/".join(inside)
+    with failing_as(lambda error: f"{repository.name}: not a local folder, and the hub could not provide it: {error}"):
+        if file:
+            return repository.fetch_gguf(repository.gguf_files(), file)
+        folder = repository.fetch(*_SETTINGS, *_TOKENIZER)
+        if not (folder / "tokenizer.json").is_file():
+            repository.fetch(*_VOCABULARY)
+        if weights:
+            repository.fetch_weights(folder)
+        described = (folder / CONFIG).is_file()
+        usable = any(folder.glob("*.safetensors")) or (folder / _PICKLED).is_file() if weights else described
+        if usable or not (names := repository.gguf_files()):
+            return folder
+        return repository.fetch_gguf(names)
 
-    def fetch(*patterns: str) -> Path:
-        # Patterns without a folder mean files at the top level, but "*" would match those of subfolders too.
-        ignored = [] if any("/" in pattern for pattern in patterns) else ["*/*", "consolidated*"]
-        folder = snapshot_download(
-            source, revision=revision, allow_patterns=list(patterns), ignore_patterns=ignored, cache_dir=hub_cache()
+
+class _Repository:
+    """A model's repository on the hub, whose files are downloaded into the hub's own cache."""
+
+    def __init__(self, name: str, revision: str | None) -> None:
+        self.name = name
+        self._revision = revision
+        try:
+            import huggingface_hub
+        except ImportError as error:
+            raise BuildError(
+                f"{name}: no such folder, and fetching a hub id needs the [export] extra; install it with: "
+                "pip install 'specexport[cpu,export]'"
+            ) from error
+        self._hub = huggingface_hub
+
+    def fetch(self, *patterns: str, ignored: Sequence[str] = ("*/*", "consolidated*")) -> Path:
+        """Downloads files; patterns without a folder mean files at the top level, though "*" would match others too."""
+        return Path(
+            self._hub.snapshot_download(
+                self.name,
+                revision=self._revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=[] if any("/" in pattern for pattern in patterns) else list(ignored),
+                cache_dir=hub_cache(),
+            )
         )
-        return Path(folder)
 
-    def fetch_gguf() -> Path | None:
-        """The only GGUF model of the repository, or the named one; None if there is none."""
-        names = sorted(name for name in list_repo_files(source, revision=revision) if name.endswith(GGUF))
-        if not names and not file:
-            return None
+    def fetch_weights(self, folder: Path) -> None:
+        """Downloads the weights of a model, or of an adapter, whose settings are in the folder."""
+        indexed = sorted(set(read_index(folder / INDEX).values())) if (folder / INDEX).is_file() else [SINGLE]
+        adapted = (folder / ADAPTER).is_file()
+        self.fetch(*indexed, *(_ADAPTERS[:1] if adapted else ()))
+        if adapted and not (folder / _ADAPTERS[0]).is_file():
+            self.fetch(*_ADAPTERS[1:])
+        if (folder / CONFIG).is_file() and not any(folder.glob("*.safetensors")):
+            self.fetch("*.safetensors")
+            if not any(folder.glob("*.safetensors")) and _layers(folder / CONFIG) <= _MAX_PICKLED_LAYERS:
+                self.fetch(_PICKLED)
+
+    def gguf_files(self) -> list[str]:
+        names = self._hub.list_repo_files(self.name, revision=self._revision)
+        return sorted(name for name in names if name.endswith(GGUF))
+
+    def fetch_gguf(self, names: list[str], file: str = "") -> Path:
+        """Downloads a GGUF model among ``names``, by default the only one."""
         if file and file not in names:
             listed = ", ".join(names) or "none"
-            raise BuildError(f"{source}: has no file {file}; its GGUF files: {listed}")
-        files = split_files(source, file, names) if file else only_model(source, names)
-        folder = snapshot_download(source, revision=revision, allow_patterns=files, cache_dir=hub_cache())
-        return _linked_gguf(Path(folder), files)
-
-    with failing_as(lambda error: f"{source}: not a local folder, and the hub could not provide it: {error}"):
-        if file and (named := fetch_gguf()) is not None:
-            return named
-        folder = fetch(*_SETTINGS, *_TOKENIZER)
-        needed = [] if (folder / "tokenizer.json").is_file() else [*_VOCABULARY]
-        if weights:
-            needed += sorted(set(read_index(folder / INDEX).values())) if (folder / INDEX).is_file() else [SINGLE]
-            needed += _ADAPTERS[:1] if (folder / ADAPTER).is_file() else ()
-        if needed:
-            fetch(*needed)
-        if not weights:
-            return folder if (folder / CONFIG).is_file() else fetch_gguf() or folder
-        if (folder / ADAPTER).is_file() and not (folder / _ADAPTERS[0]).is_file():
-            fetch(*_ADAPTERS[1:])
-        if (folder / CONFIG).is_file() and not any(folder.glob("*.safetensors")):
-            fetch("*.safetensors")
-            if not any(folder.glob("*.safetensors")) and _layers(folder / CONFIG) <= _MAX_PICKLED_LAYERS:
-                fetch(_PICKLED)
-        if not any(folder.glob("*.safetensors")) and not (folder / _PICKLED).is_file():
-            return fetch_gguf() or folder
-    return folder
+            raise BuildError(f"{self.name}: has no file {file}; its GGUF files: {listed}")
+        files = split_files(self.name, file, names) if file else only_model(self.name, names)
+        return _linked_gguf(self.fetch(*files, ignored=()), files)
 
 
 def _layers(config: Path) -> int:
