@@ -674,105 +674,139 @@ class Product : public Step {
     View& y = frame.create(outputs[0], Type::kFloat, dims);
     const int64_t rows = x.rows();
     if (!rows) return;
-    const float* addend = nullptr;
-    int64_t addend_stride = 0;
-    if (inputs.size() > 1) {
-      View other = frame[inputs[1]];
-      if (!(other.rank == 1 && other.count() == columns) && !same_dims(other, y)) fail("what is added to a product does not fit it");
-      if (other.count() != columns && !(other.dense_rows() && other.even_rows(&addend_stride))) other = frame.packed(other);
-      if (other.count() == columns) addend_stride = 0;
-      else other.even_rows(&addend_stride);
-      addend = other.floats();
-    }
-    const Team& team = frame.team;
-    const int blocks = weights_.quantized() ? int(depth) / weights_.block : 0;
-    // Panels of rows that stay in the cache while the tiles go by; of floats only slices must (see tiles.h).
-    int64_t panel = blocks ? std::clamp<int64_t>((128 << 10) / depth, 20, 320) / 20 * 20 : 240;
-    const int64_t for_registers = std::clamp<int64_t>((256 << 10) / depth, 32, 320) / 16 * 16;
-    auto panel_bytes = [&](int64_t count) {
-      return blocks && frame.kernels.panel_bytes ? frame.kernels.panel_bytes(weights_, int(count)) : 0;
-    };
-    if (panel_bytes(std::min(rows, for_registers))) panel = for_registers;
-    const int64_t most = std::min(rows, panel);
-    Activations a = {};
-    a.depth = int(depth);
-    a.block = weights_.block;
-    a.stride = stride;
-    int16_t* integers = nullptr;
-    float* scales = nullptr;
-    int32_t* sums = nullptr;
-    if (blocks) {
-      integers = reinterpret_cast<int16_t*>(frame.scratch(size_t(most * depth) * 2));
-      scales = reinterpret_cast<float*>(frame.scratch(size_t(most * blocks) * 4));
-      sums = reinterpret_cast<int32_t*>(frame.scratch(size_t(most * blocks) * 4));
-    }
-    Activations sums_of_blocks = {};  // to multiply by the offsets
-    float* block_sums = nullptr;
-    if (offsets_.data) {
-      block_sums = reinterpret_cast<float*>(frame.scratch(size_t(most * blocks) * 4));
-      sums_of_blocks.depth = blocks;
-      sums_of_blocks.stride = blocks;
-      sums_of_blocks.values = block_sums;
-      sums_of_blocks.adds = true;
-    }
-    const size_t most_bytes = panel_bytes(most);
-    uint8_t* const memory = most_bytes ? reinterpret_cast<uint8_t*>(frame.scratch(most_bytes)) : nullptr;
-    a.integers = integers;
-    a.scales = scales;
-    a.sums = sums;
-    const int tiles = weights_.tiles();
+    const Addend addend = addend_to(frame, y);
+    const int64_t panel = rows_of_panel(frame, rows);
+    const Memory memory = memory_for(frame, std::min(rows, panel));
     for (int64_t first = 0; first < rows; first += panel) {
+      Activations a = {};
       a.rows = int(std::min(panel, rows - first));
+      a.depth = int(depth);
+      a.block = weights_.block;
+      a.stride = stride;
       a.values = x.floats() + first * stride;
-      uint8_t* const panels = panel_bytes(a.rows) ? memory : nullptr;
-      a.panels = panels;
-      if (panels) {
-        const int parts = std::min(blocks, parts_of(frame, int64_t(a.rows) * depth, 2048));
-        frame.team.split(parts, [&](int p) {
-          frame.kernels.to_panels(weights_, a, blocks * p / parts, blocks * (p + 1) / parts, panels);
-        });
-      }
-      if (blocks && (!panels || columns % kTile)) {  // products with panels leave the columns of a partial tile to others
-        const int64_t pieces = int64_t(a.rows) * blocks;
-        const int parts = parts_of(frame, int64_t(a.rows) * depth, 2048);
-        frame.team.split(parts, [&](int p) {
-          for (int64_t i = pieces * p / parts, end = pieces * (p + 1) / parts; i < end;) {
-            const int64_t row = i / blocks, block = i % blocks, count = std::min<int64_t>(blocks - block, end - i);
-            const int64_t at = block * a.block;
-            frame.kernels.quantize(a.values + row * stride + at, int(count) * a.block, a.block,
-                                   integers + row * depth + at, scales + i, sums + i);
-            i += count;
-          }
-        });
-      }
-      if (block_sums) {
-        const int64_t pieces = int64_t(a.rows) * blocks;
-        const int parts = parts_of(frame, int64_t(a.rows) * depth, 16384);
-        frame.team.split(parts, [&](int p) {
-          for (int64_t i = pieces * p / parts; i < pieces * (p + 1) / parts; i++)
-            block_sums[i] = sum_of(a.values + i / blocks * stride + i % blocks * a.block, a.block);
-        });
-        sums_of_blocks.rows = a.rows;
-      }
-      float* to = y.floats() + first * columns;
-      const int parts = int(std::min<int64_t>(tiles, int64_t(team.threads()) * (tiles > 512 ? 16 : 6)));
-      // Parts begin at even tiles, as some products take two at once.
-      auto begin_of = [&](int p) { return p == parts ? tiles : int(int64_t(tiles) * p / parts) / 2 * 2; };
-      frame.team.split(parts, [&](int p) {
-        const int from = begin_of(p), end = begin_of(p + 1);
-        frame.kernels.product(weights_, a, from, end, to, columns);
-        if (block_sums) frame.kernels.product(offsets_, sums_of_blocks, from, end, to, columns);
-        if (!addend) return;
-        const int64_t c = int64_t(from) * kTile, count = std::min<int64_t>(int64_t(end) * kTile, columns) - c;
-        for (int64_t r = 0; r < a.rows; r++) {
-          float* row = to + r * columns + c;
-          frame.kernels.binary(Binary::kAdd, row, 1, addend + (first + r) * addend_stride + c, 1, row, size_t(count));
-        }
-      });
+      a.integers = memory.integers;
+      a.scales = memory.scales;
+      a.sums = memory.sums;
+      a.panels = panel_bytes(frame, a.rows) ? memory.panels : nullptr;
+      if (blocks()) quantize(frame, a, memory);
+      if (memory.block_sums) sum_blocks(frame, a, memory.block_sums);
+      multiply(frame, a, memory.block_sums, addend.from(first), y.floats() + first * columns);
     }
   }
 
  private:
+  // What is added to the rows of a product: a row for each, or one for all.
+  struct Addend {
+    const float* values = nullptr;
+    int64_t stride = 0;
+    Addend from(int64_t row) const { return {values ? values + row * stride : nullptr, stride}; }
+  };
+
+  // Of the rows that are multiplied together.
+  struct Memory {
+    int16_t* integers = nullptr;
+    float* scales = nullptr;
+    int32_t* sums = nullptr;
+    float* block_sums = nullptr;  // to multiply by the offsets
+    uint8_t* panels = nullptr;
+  };
+
+  int blocks() const { return weights_.quantized() ? weights_.depth / weights_.block : 0; }
+
+  Addend addend_to(Frame& frame, const View& y) const {
+    if (inputs.size() < 2) return {};
+    View other = frame[inputs[1]];
+    int64_t stride = 0;
+    const bool row = other.count() == weights_.columns;
+    if (!(other.rank == 1 && row) && !same_dims(other, y)) fail("what is added to a product does not fit it");
+    if (!row && !(other.dense_rows() && other.even_rows(&stride))) {
+      other = frame.packed(other);
+      other.even_rows(&stride);
+    }
+    return {other.floats(), row ? 0 : stride};
+  }
+
+  size_t panel_bytes(const Frame& frame, int64_t rows) const {
+    return blocks() && frame.kernels.panel_bytes ? frame.kernels.panel_bytes(weights_, int(rows)) : 0;
+  }
+
+  // Rows that stay in the cache while the tiles go by; of floats only slices must (see tiles.h).
+  int64_t rows_of_panel(const Frame& frame, int64_t rows) const {
+    const int64_t depth = weights_.depth, for_registers = std::clamp<int64_t>((256 << 10) / depth, 32, 320) / 16 * 16;
+    if (panel_bytes(frame, std::min(rows, for_registers))) return for_registers;
+    return blocks() ? std::clamp<int64_t>((128 << 10) / depth, 20, 320) / 20 * 20 : 240;
+  }
+
+  Memory memory_for(Frame& frame, int64_t rows) const {
+    Memory memory;
+    const size_t pieces = size_t(rows * blocks());
+    if (blocks()) {
+      memory.integers = reinterpret_cast<int16_t*>(frame.scratch(size_t(rows * weights_.depth) * 2));
+      memory.scales = reinterpret_cast<float*>(frame.scratch(pieces * 4));
+      memory.sums = reinterpret_cast<int32_t*>(frame.scratch(pieces * 4));
+    }
+    if (offsets_.data) memory.block_sums = reinterpret_cast<float*>(frame.scratch(pieces * 4));
+    if (const size_t bytes = panel_bytes(frame, rows)) memory.panels = reinterpret_cast<uint8_t*>(frame.scratch(bytes));
+    return memory;
+  }
+
+  // To panels, if there are any, and to integers in rows for all or the columns that products with panels leave to others:
+  // those of a partial tile.
+  void quantize(Frame& frame, const Activations& a, const Memory& memory) const {
+    const int count = blocks();
+    const int parts = parts_of(frame, int64_t(a.rows) * a.depth, 2048);
+    if (a.panels) {
+      const int some = std::min(count, parts);
+      frame.team.split(some, [&](int p) {
+        frame.kernels.to_panels(weights_, a, count * p / some, count * (p + 1) / some, memory.panels);
+      });
+      if (weights_.columns % kTile == 0) return;
+    }
+    const int64_t pieces = int64_t(a.rows) * count;
+    frame.team.split(parts, [&](int p) {
+      for (int64_t i = pieces * p / parts, end = pieces * (p + 1) / parts; i < end;) {
+        const int64_t row = i / count, block = i % count, next = std::min<int64_t>(count - block, end - i);
+        const int64_t at = block * a.block;
+        frame.kernels.quantize(a.values + row * a.stride + at, int(next) * a.block, a.block,
+                               memory.integers + row * a.depth + at, memory.scales + i, memory.sums + i);
+        i += next;
+      }
+    });
+  }
+
+  void sum_blocks(Frame& frame, const Activations& a, float* sums) const {
+    const int64_t count = blocks(), pieces = a.rows * count;
+    const int parts = parts_of(frame, int64_t(a.rows) * a.depth, 16384);
+    frame.team.split(parts, [&](int p) {
+      for (int64_t i = pieces * p / parts; i < pieces * (p + 1) / parts; i++)
+        sums[i] = sum_of(a.values + i / count * a.stride + i % count * a.block, a.block);
+    });
+  }
+
+  void multiply(Frame& frame, const Activations& a, const float* block_sums, const Addend& addend, float* to) const {
+    Activations sums = {};
+    sums.rows = a.rows;
+    sums.depth = sums.stride = blocks();
+    sums.values = block_sums;
+    sums.adds = true;
+    const int64_t columns = weights_.columns;
+    const int tiles = weights_.tiles();
+    const int parts = int(std::min<int64_t>(tiles, int64_t(frame.team.threads()) * (tiles > 512 ? 16 : 6)));
+    // Parts begin at even tiles, as some products take two at once.
+    auto begin_of = [&](int p) { return p == parts ? tiles : int(int64_t(tiles) * p / parts) / 2 * 2; };
+    frame.team.split(parts, [&](int p) {
+      const int from = begin_of(p), end = begin_of(p + 1);
+      frame.kernels.product(weights_, a, from, end, to, columns);
+      if (block_sums) frame.kernels.product(offsets_, sums, from, end, to, columns);
+      if (!addend.values) return;
+      const int64_t c = int64_t(from) * kTile, count = std::min<int64_t>(int64_t(end) * kTile, columns) - c;
+      for (int64_t r = 0; r < a.rows; r++) {
+        float* row = to + r * columns + c;
+        frame.kernels.binary(Binary::kAdd, row, 1, addend.values + r * addend.stride + c, 1, row, size_t(count));
+      }
+    });
+  }
+
   // In an order that depends on the number of numbers alone, a multiple of sixteen.
   static float sum_of(const float* x, int count) {
     float partial[16] = {};
