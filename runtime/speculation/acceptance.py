@@ -23,7 +23,7 @@ class Acceptance:
     with them at depth j - 1, so that a depth without observations is assumed to behave like the one above.
 
     Args:
-        others: the acceptance of other requests.
+        others: the acceptance of all requests.
         keep: the share of the counts that remains after each step with draft tokens.
         prior: the prior mean without ``others``.
     """
@@ -41,7 +41,10 @@ class Acceptance:
         self._counted = (0, 0)
 
     def learn(self, depth: int, accepted: int) -> None:
-        """Counts a step that verified ``depth`` levels of draft tokens and accepted a path of ``accepted`` tokens."""
+        """Counts a step that verified ``depth`` levels of draft tokens and accepted a path of ``accepted`` tokens.
+
+        It counts for ``others`` too.
+        """
         self._learned += 1
         padding = depth - len(self._trials)
         self._trials = [self._keep * count for count in self._trials] + [0.0] * padding
@@ -49,6 +52,8 @@ class Acceptance:
         for at in range(min(accepted + 1, depth)):
             self._trials[at] += 1
             self._accepted[at] += at < accepted
+        if self._others is not None:
+            self._others.learn(depth, accepted)
 
     def expected(self, depth: int) -> Sequence[float]:
         """The expected number of accepted draft tokens, for trees of depth 0, 1, ... up to at least ``depth``."""

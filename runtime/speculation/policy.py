@@ -116,40 +116,37 @@ class MeasuredPolicy(SpeculationPolicy):
         self._chosen, self._looked_up, self._gained = {}, {}, {}
         for request in requests:
             request.view.lookup = None
-        if self._pause.covers(requests, joining, lambda: self._found or not self._repeats(requests)):
-            for request in requests:
-                request.view.tree = PLAIN_TREE
-            return
+        if not self._pause.covers(requests, joining, lambda: self._found or not self._repeats(requests)):
+            self._decide(requests, joining)
+        for request in requests:
+            fit = self._chosen.get(request)
+            request.view.tree = PLAIN_TREE if fit is None else fit.tree
+
+    def _decide(self, requests: Sequence[Request], joining: int) -> None:
         self._probes = []
         longest = max(len(request.view.tokens) for request in requests)
         self._step = StepCosts(self._costs, self._widths, self._batch(requests), longest)
-        if len(requests) == 1 and requests[0].fixed:
-            super().assign(requests)
-            view = requests[0].view
-            if view.method is not None and len(view.tree) > 1:
-                self._chosen[requests[0]] = self._fit(view.method, view.tree)
-            return
-        coming = len(requests) + joining
-        plain = len(requests) / self._step.verify(1)
-        if joining:
-            together = StepCosts(self._costs, self._widths, at_least(self._sizes, coming), longest)
-            plain = max(plain, coming / together.verify(1))
         groups: dict[str, list[Request]] = {}
         for request in requests:
             # The last token of an output needs no draft.
             if request.view.method is not None and len(request.tree) > 1 and request.remaining > 1:
                 groups.setdefault(request.view.method, []).append(request)
+        if len(requests) == 1 and requests[0].fixed:
+            self._chosen = {request: self._fit(name, request.tree) for name, (request,) in groups.items()}
+            return
+        plain = len(requests) / self._step.verify(1)
+        if joining:
+            coming = len(requests) + joining
+            together = StepCosts(self._costs, self._widths, at_least(self._sizes, coming), longest)
+            plain = max(plain, coming / together.verify(1))
         if groups:
             margins = [self._margin(request, len(requests)) for request in requests]
             self._choose(groups, requests, plain * sum(margins) / len(margins))
-        for request in requests:
-            fit = self._chosen.get(request)
-            request.view.tree = PLAIN_TREE if fit is None else fit.tree
-        longest = min(int(_DECISION / (_DECISION_SHARE * self._step.verify(1))), _LONGEST_PAUSE)
+        most_plain = min(int(_DECISION / (_DECISION_SHARE * self._step.verify(1))), _LONGEST_PAUSE)
         self._found = any(self._looked_up.values())
         # In a batch, tokens found for one request seldom pay, and to decide takes longer; so every other step decides.
-        most = MAX_PLAIN_STEPS if not self._found or longest > MAX_PLAIN_STEPS else int(len(requests) > 1)
-        self._pause.follow(requests, joining, 0 if self._chosen else most, longest)
+        most = MAX_PLAIN_STEPS if not self._found or most_plain > MAX_PLAIN_STEPS else int(len(requests) > 1)
+        self._pause.follow(requests, joining, 0 if self._chosen else most, most_plain)
 
     def look_up(self, method: str, view: SlotView) -> Sequence[int]:
         """The draft tokens that a method would look up for a slot; none of a method that proposes otherwise."""
@@ -289,15 +286,15 @@ class MeasuredPolicy(SpeculationPolicy):
         chunks = math.ceil((unread - along) / self._chunk) + along / self._chunk
         return read * chunks
 
-    def _acceptance(self, request: Request, method: str | None, kind: int) -> tuple[Acceptance, Acceptance]:
-        """The acceptance of a request, and of all requests at about its temperature: the hotter, the less.
+    def _acceptance(self, request: Request, method: str | None, kind: int) -> Acceptance:
+        """The acceptance of a request, at first that of all requests at about its temperature: the hotter, the less.
 
         ``kind`` is the acceptance class of the trees.
         """
         params = request.view.params
         heat = 0.0 if params.greedy else min(params.temperature, 2.0)
         everyone = self._everyone.acceptance(method, (kind, round(2 * heat)), prior=PRIOR / max(1.0, heat))
-        return request.history.acceptance(method, kind, everyone), everyone
+        return request.history.acceptance(method, kind, everyone)
 
     def _gains(self, request: Request, method: str, fits: Sequence[Fit]) -> list[tuple[float, Fit]]:
         """The expected number of accepted draft tokens of each tree, up to the output's end."""
@@ -308,7 +305,7 @@ class MeasuredPolicy(SpeculationPolicy):
             for fit in fits:  # the largest first, so the first of a class is its deepest
                 kind = fit.acceptance_class
                 if kind not in expected:
-                    expected[kind] = self._acceptance(request, method, kind)[0].expected(fit.depth)
+                    expected[kind] = self._acceptance(request, method, kind).expected(fit.depth)
                 pairs.append((min(expected[kind][fit.depth], most), fit))
             self._gained[key] = pairs
         return self._gained[key]
@@ -326,13 +323,12 @@ class MeasuredPolicy(SpeculationPolicy):
                 matching = common_prefix(tokens, outcome.tokens)
                 # Whether a token after the step's own would have been accepted is not known.
                 depth = min(len(tokens), matching + (matching < len(outcome.tokens)))
-                for acceptance in self._acceptance(request, request.lookup, 0):
-                    acceptance.learn(depth, matching)
+                self._acceptance(request, request.lookup, 0).learn(depth, matching)
             if fit is None or request.view.lookup is not None:
                 history.unread += len(outcome.tokens)
             elif outcome.drafted or fit.has_extra_nodes:
-                for acceptance in self._acceptance(request, request.view.method, fit.acceptance_class):
-                    acceptance.learn(outcome.depth or fit.depth, outcome.accepted)
+                acceptance = self._acceptance(request, request.view.method, fit.acceptance_class)
+                acceptance.learn(outcome.depth or fit.depth, outcome.accepted)
                 history.unread = 0
                 history.speculated += 1
             else:
