@@ -102,6 +102,22 @@ int mask_of_bias(Search& search, int bias) {
   return seen && hidden && *seen == 0 && *hidden < -1e37f ? chosen->inputs[0] : -1;
 }
 
+// The scales by which a DequantizeLinear multiplies constant integers; false if they are not those of a matrix.
+bool read_scales(const Graph& graph, const Uses& uses, const Node& node, Matrix* matrix) {
+  int transpose, scales = node.inputs[1];
+  if (integers_of(graph, uses, node.inputs[0], &transpose) < 0 || !graph.values[size_t(scales)].constant) return false;
+  if (node.integer("axis", 1) != (matrix->transposed ? 1 : 0)) return false;  // blocks must go along the depth
+  if (node.inputs.size() > 2 && node.inputs[2] >= 0) matrix->zeros = &graph.values[size_t(node.inputs[2])];
+  if (transpose >= 0) {  // of the scales as well
+    const int producer = uses.producer[size_t(scales)];
+    if (matrix->zeros || producer < 0 || graph.nodes[size_t(producer)].type != "Transpose") return false;
+    scales = graph.nodes[size_t(producer)].inputs[0];
+  }
+  matrix->scales = &graph.values[size_t(scales)];
+  matrix->block = int(node.integer("block_size", 0));
+  return true;
+}
+
 }  // namespace
 
 int integers_of(const Graph& graph, const Uses& uses, int value, int* transpose) {
@@ -134,20 +150,7 @@ Source source_of(const Graph& graph, const Uses& uses, int value) {
       const Type from = graph.values[size_t(node.inputs[0])].type;
       if (from != Type::kBfloat16 && from != Type::kFloat16) return source;
     } else if (node.type == "DequantizeLinear" && v.type == Type::kFloat && !matrix.scales) {
-      int turned, scales_turned, scales = node.inputs[1];
-      const int integers = integers_of(graph, uses, node.inputs[0], &turned);
-      if (integers < 0 || !graph.values[size_t(scales)].constant) return source;
-      const int64_t axis = node.integer("axis", 1);  // blocks must go along the depth
-      if (axis != (matrix.transposed ? 1 : 0)) return source;
-      if (node.inputs.size() > 2 && node.inputs[2] >= 0) matrix.zeros = &graph.values[size_t(node.inputs[2])];
-      if (turned >= 0) {  // the scales as well
-        if (matrix.zeros) return source;
-        scales_turned = uses.producer[size_t(scales)];
-        if (scales_turned < 0 || graph.nodes[size_t(scales_turned)].type != "Transpose") return source;
-        scales = graph.nodes[size_t(scales_turned)].inputs[0];
-      }
-      matrix.scales = &graph.values[size_t(scales)];
-      matrix.block = int(node.integer("block_size", 0));
+      if (!read_scales(graph, uses, node, &matrix)) return source;
     } else {
       return source;
     }

@@ -434,40 +434,14 @@ class Attention : public Step {
  public:
   Attention(float scale, float softcap) : scale_(scale), softcap_(softcap) {}
   void run(Frame& frame) const override {
-    View q = frame[inputs[0]];
-    if (!q.dense_rows()) q = frame.packed(q);
-    const View k = frame.packed(frame[inputs[1]]), v = frame.packed(frame[inputs[2]]);
-    const bool in_parts = inputs.size() > 4;
-    View mask = frame[inputs[3]], later_k, later_v;
-    const int64_t batch = q.dims[0], heads = q.dims[1], rows = q.dims[2], groups = k.dims[1], first = k.dims[2];
-    int64_t length = first, tokens = rows;
-    const int size = int(q.dims[3]), value_size = int(v.dims[3]);
-    if (groups < 1 || heads % groups) fail("Attention's heads do not fit each other");
-    require_dims(k, {batch, groups, first, size}, "Attention's keys");
-    require_dims(v, {batch, groups, first, value_size}, "Attention's values");
-    if (mask.rank > 4) fail("Attention's mask is not of rank 4 or less");
-    if (in_parts) {
-      later_k = frame.packed(frame[inputs[4]]);
-      later_v = frame.packed(frame[inputs[5]]);
-      const int64_t later = later_k.dims[2];
-      require_dims(later_k, {batch, groups, later, size}, "Attention's later keys");
-      require_dims(later_v, {batch, groups, later, value_size}, "Attention's later values");
-      length += later;
-      tokens = mask.rank > 1 ? mask.dims[mask.rank - 2] : 1;
-      if (tokens < 1 || rows % tokens) fail("Attention's mask does not fit its rows");
-    }
-    const std::vector<int64_t> dims = {batch, heads, tokens, length};
-    int64_t masks[4];
-    broadcast(mask, dims, masks);
-    if (masks[3] != 1 && length != 1) {
-      mask = frame.packed(mask);
-      broadcast(mask, dims, masks);
-    }
+    const Inputs in = read(frame);
+    const int64_t groups = in.k.dims[1], first = in.k.dims[2], batch = in.q.dims[0], heads = in.q.dims[1], rows = in.q.dims[2];
+    const int size = int(in.q.dims[3]), value_size = int(in.v.dims[3]);
     View& y = frame.create(outputs[0], Type::kFloat, {batch, heads, rows, value_size});
     // Rows in the order of groups, tokens and heads: neighbours share keys, and often what they see.
     const int64_t shared = heads / groups, of_group = rows * shared, every = batch * groups * of_group;
     const int parts = int(std::min<int64_t>(every, 4 * frame.team.threads()));
-    const size_t scratch = attention_scratch(int(length), of_group);
+    const size_t scratch = attention_scratch(int(in.length), of_group);
     float* const memory = reinterpret_cast<float*>(frame.scratch(size_t(parts) * scratch * sizeof(float)));
     frame.team.split(parts, [&](int p) {
       AttentionRow list[kRowsAttending];
@@ -476,22 +450,22 @@ class Attention : public Step {
         const int64_t count = std::min<int64_t>({end - row, of_group - row % of_group, kRowsAttending});
         for (int64_t i = 0; i < count; i++) {
           const int64_t at = (row + i) % of_group, t = at / shared, h = group % groups * shared + at % shared;
-          list[i].query = q.floats() + b * q.strides[0] + h * q.strides[1] + t * q.strides[2];
-          list[i].mask = mask.as<uint8_t>() + b * masks[0] + h * masks[1] + t % tokens * masks[2];
+          list[i].query = in.q.floats() + b * in.q.strides[0] + h * in.q.strides[1] + t * in.q.strides[2];
+          list[i].mask = in.mask.as<uint8_t>() + b * in.masks[0] + h * in.masks[1] + t % in.tokens * in.masks[2];
           list[i].result = y.floats() + ((b * heads + h) * rows + t) * value_size;
           list[i].sink = nullptr;
         }
         AttentionCall call = {};
         call.rows = list;
-        call.keys = k.floats() + group * first * size;
-        call.values = v.floats() + group * first * value_size;
-        if (in_parts) {
-          call.later_keys = later_k.floats() + group * (length - first) * size;
-          call.later_values = later_v.floats() + group * (length - first) * value_size;
+        call.keys = in.k.floats() + group * first * size;
+        call.values = in.v.floats() + group * first * value_size;
+        if (in_parts()) {
+          call.later_keys = in.later_k.floats() + group * (in.length - first) * size;
+          call.later_values = in.later_v.floats() + group * (in.length - first) * value_size;
         }
         call.count = int(count);
         call.first = int(first);
-        call.length = int(length);
+        call.length = int(in.length);
         call.size = size;
         call.value_size = value_size;
         call.scale = scale_ > 0 ? scale_ : 1.0f / std::sqrt(float(size));
@@ -504,6 +478,48 @@ class Attention : public Step {
   }
 
  private:
+  struct Inputs {
+    View q, k, v, mask, later_k, later_v;
+    int64_t length, tokens;  // of all keys, and of the mask
+    int64_t masks[4];        // its strides
+  };
+
+  bool in_parts() const { return inputs.size() > 4; }
+
+  Inputs read(Frame& frame) const {
+    Inputs in;
+    in.q = frame[inputs[0]];
+    if (!in.q.dense_rows()) in.q = frame.packed(in.q);
+    in.k = frame.packed(frame[inputs[1]]);
+    in.v = frame.packed(frame[inputs[2]]);
+    in.mask = frame[inputs[3]];
+    const int64_t batch = in.q.dims[0], heads = in.q.dims[1], rows = in.q.dims[2], size = in.q.dims[3];
+    const int64_t groups = in.k.dims[1], first = in.k.dims[2], value_size = in.v.dims[3];
+    in.length = first;
+    in.tokens = rows;
+    if (groups < 1 || heads % groups) fail("Attention's heads do not fit each other");
+    require_dims(in.k, {batch, groups, first, size}, "Attention's keys");
+    require_dims(in.v, {batch, groups, first, value_size}, "Attention's values");
+    if (in.mask.rank > 4) fail("Attention's mask is not of rank 4 or less");
+    if (in_parts()) {
+      in.later_k = frame.packed(frame[inputs[4]]);
+      in.later_v = frame.packed(frame[inputs[5]]);
+      const int64_t later = in.later_k.dims[2];
+      require_dims(in.later_k, {batch, groups, later, size}, "Attention's later keys");
+      require_dims(in.later_v, {batch, groups, later, value_size}, "Attention's later values");
+      in.length += later;
+      in.tokens = in.mask.rank > 1 ? in.mask.dims[in.mask.rank - 2] : 1;
+      if (in.tokens < 1 || rows % in.tokens) fail("Attention's mask does not fit its rows");
+    }
+    const std::vector<int64_t> dims = {batch, heads, in.tokens, in.length};
+    broadcast(in.mask, dims, in.masks);
+    if (in.masks[3] != 1 && in.length != 1) {
+      in.mask = frame.packed(in.mask);
+      broadcast(in.mask, dims, in.masks);
+    }
+    return in;
+  }
+
   const float scale_, softcap_;
 };
 
