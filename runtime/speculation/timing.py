@@ -95,65 +95,75 @@ def measure(
         seconds: about how long it may take.
         progress: reports the progress.
     """
-    fixed = program.with_proposers({_FIXED: _Fixed()})
+    sizes, fixed = target.sizes, program.with_proposers({_FIXED: _Fixed()})
     points = manifest.target.graph.points
     widths = _spaced(sorted({point.tokens for point in points if point.rows == point.tokens}))
     most_text = manifest.max_seq_len - widths[-1] - 1
     text = _text(manifest, max(2, min(manifest.prefill_chunk + 1, most_text)))  # a chunk for a draft to read
     longer_text = _text(manifest, max(len(text), min(_LONGER * len(text), most_text)))
-    target.shrink_cache(0)
-    steps: list[Cost] = []
-    proposals: dict[str, list[Cost]] = {name: [] for name in proposers}
-    reads = {name: _read(manifest, proposer, text, target.sizes[-1]) for name, proposer in proposers.items()}
-    noise: list[float] = []
-    end, batch_time = time.perf_counter() + seconds, 0.0
-    for batch in target.sizes:
-        began = time.perf_counter()
-        if steps and began + 2 * batch_time > end:  # two rounds, each about as long as the last batch size's
-            break
+
+    def trials(batch: int) -> dict[Key, Trial]:
         most = widths[-1]
-        if batch > target.sizes[0]:
+        if batch > sizes[0]:
             most = max(_WIDER * most // batch, widths[min(1, len(widths) - 1)])
-        trials = _steps(fixed, text, batch, [width for width in widths if width <= most or width == widths[-1]])
+        result = _steps(fixed, text, batch, [width for width in widths if width <= most or width == widths[-1]])
         for name, proposer in proposers.items():
+            call = program.step if program.fuses else proposer.propose
             trees = proposer.method.smaller_trees(manifest.target)
             for tree in [tree for tree in trees if len(tree) <= most] or trees[-1:]:
-                call = program.step if program.fuses else proposer.propose
-                trials[name, len(tree)] = timed(partial(call, _views(text, batch, tree, name)))
-        left = len(target.sizes) - target.sizes.index(batch)
-        share = (end - began) * 2 / (left + 1) if batch == 1 else (end - began) / left
-        before = _PLAIN_BEFORE if batch == 1 else 1
-        costs, ratios = in_turns(trials, share, f"timing steps of {batch}", progress, before)
-        noise += ratios
-        for (name, nodes), least in costs.items():
-            (proposals[name] if name else steps).append(Cost(batch=batch, tokens=nodes, seconds=least))
-        batch_time = sum(costs.values())
+                result[name, len(tree)] = timed(partial(call, _views(text, batch, tree, name)))
+        return result
+
+    target.shrink_cache(0)
+    reads = {name: _read(manifest, proposer, text, sizes[-1]) for name, proposer in proposers.items()}
+    measured: dict[int, dict[Key, float]] = {}
     longer: dict[Key, float] = {}
-    if len(longer_text) > len(text):
-        trials = _steps(fixed, longer_text, target.sizes[0], sorted({widths[0], widths[-1]}))
-        longer, ratios = in_turns(trials, seconds / 8, f"timing steps after {len(longer_text)} tokens", progress)
+    noise: list[float] = []
+    end, round_time = time.perf_counter() + seconds, 0.0
+    for index, batch in enumerate(sizes):
+        left, sizes_left = end - time.perf_counter(), len(sizes) - index
+        if measured and 2 * round_time > left:  # two rounds, each about as long as one of the last batch size
+            break
+        share = left * 2 / (sizes_left + 1) if batch == 1 else left / sizes_left
+        before = _PLAIN_BEFORE if batch == 1 else 1
+        measured[batch], ratios = in_turns(trials(batch), share, f"timing steps of {batch}", progress, before)
         noise += ratios
-    for slot in range(target.sizes[-1]):
+        round_time = sum(measured[batch].values())
+    if len(longer_text) > len(text):
+        steps = _steps(fixed, longer_text, sizes[0], sorted({widths[0], widths[-1]}))
+        longer, ratios = in_turns(steps, seconds / 8, f"timing steps after {len(longer_text)} tokens", progress)
+        noise += ratios
+    for slot in range(sizes[-1]):
         target.copy(slot, slot, 0)
         for proposer in proposers.values():
             proposer.release(slot)
     target.shrink_cache(0)
     curve = CostCurve(
         text=len(text),
-        steps=_rising(steps),
+        steps=_rising(_costs(measured)),
         longer_text=len(longer_text),
-        longer=_rising([Cost(batch=target.sizes[0], tokens=width, seconds=s) for (_, width), s in longer.items()]),
+        longer=_rising(_costs({sizes[0]: longer})),
         methods=(),
         noise=statistics.median(noise),
     )
-    if program.fuses:
-        proposals = {name: _proposing(curve, proposers[name].method, whole) for name, whole in proposals.items()}
-    methods = tuple(
-        MethodCosts(method=name, propose=_rising(measured), read=reads[name])
-        for name, measured in proposals.items()
-        if measured
-    )
-    return replace(curve, methods=methods)
+    methods = []
+    for name, proposer in proposers.items():
+        proposals = _costs(measured, name)
+        if program.fuses:
+            proposals = _proposing(curve, proposer.method, proposals)
+        if proposals:
+            methods.append(MethodCosts(method=name, propose=_rising(proposals), read=reads[name]))
+    return replace(curve, methods=tuple(methods))
+
+
+def _costs(measured: Mapping[int, Mapping[Key, float]], name: str = "") -> list[Cost]:
+    """The costs of a method's calls, or of steps without proposing, from seconds by batch size and call."""
+    return [
+        Cost(batch=batch, tokens=nodes, seconds=seconds)
+        for batch, of_calls in measured.items()
+        for (method, nodes), seconds in of_calls.items()
+        if method == name
+    ]
 
 
 def _text(manifest: Manifest, length: int) -> list[int]:
