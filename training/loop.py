@@ -116,56 +116,62 @@ def train(
         every: number of steps between checkpoints.
         accumulate: number of batches per step.
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    rates = [group.setdefault("base_lr", group["lr"]) for group in groups]
+    rates = [group["lr"] for group in _groups(optimizers)]
     state: dict[str, Any] = {"step": 0, "seconds": 0.0, "running": {}, "history": []}
     if checkpoint.exists():
         state = _restore(checkpoint, parameters, optimizers, schedule)
-        # Loading replaces the groups of optimizers.
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         log(f"{name}: resuming from step {state['step']}")
-    step, running, history = state["step"], state["running"], state["history"]
     every = every or max(10, min(50, schedule.steps // 10))
     began = time.monotonic() - state["seconds"]
-    with progress_bar(name, schedule.steps, step) as bar:
-        while step < schedule.steps:
-            for group, rate in zip(groups, rates, strict=True):
+    with progress_bar(name, schedule.steps, state["step"]) as bar:
+        for step in range(state["step"], schedule.steps):
+            for group, rate in zip(_groups(optimizers), rates, strict=True):
                 group["lr"] = rate * schedule(step)
-            seen: dict[str, list[float]] = {}
-            for part in range(accumulate):
-                loss, figures = loss_at(step * accumulate + part)
-                (loss / accumulate).backward()  # type: ignore[no-untyped-call]
-                for figure, value in {"loss": loss, **figures}.items():
-                    added = [x / accumulate for x in value.detach().flatten().tolist()]
-                    seen[figure] = [a + b for a, b in zip(seen[figure], added, strict=True)] if part else added
-            if not math.isfinite(seen["loss"][0]):
+            figures = _add_gradients(loss_at, range(step * accumulate, (step + 1) * accumulate))
+            if not math.isfinite(figures["loss"][0]):
                 raise TrainError(
-                    f"{name}: the loss is {seen['loss'][0]} at step {step + 1}; try a smaller learning rate (--lr), or "
-                    "--precision fp32"
+                    f"{name}: the loss is {figures['loss'][0]} at step {step + 1}; try a smaller learning rate (--lr), "
+                    "or --precision fp32"
                 )
             torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            step += 1
-            running = {
-                figure: [0.95 * old + 0.05 * new for old, new in zip(running.get(figure, values), values, strict=True)]
-                for figure, values in seen.items()
+            state["step"] = step + 1
+            state["running"] = {
+                figure: [0.95 * a + 0.05 * b for a, b in zip(state["running"].get(figure, new), new, strict=True)]
+                for figure, new in figures.items()
             }
-            bar.set_postfix_str(_words(running), refresh=False)
+            bar.set_postfix_str(_words(state["running"]), refresh=False)
             bar.update()
-            if step % every == 0 or step == schedule.steps:
+            if state["step"] % every == 0 or state["step"] == schedule.steps:
                 evaluation = evaluate() if evaluate is not None else ""
-                spent = time.monotonic() - began
-                summary = " ".join(filter(None, (_words(running), evaluation)))
+                state["seconds"] = time.monotonic() - began
+                summary = " ".join(filter(None, (_words(state["running"]), evaluation)))
                 with bar.external_write_mode():  # printed above the bar
-                    log(f"{name}: step {step} {summary} after {spent:.0f} s")
-                history.append({"step": step, **running} | ({"evaluation": evaluation} if evaluation else {}))
-                state = {"step": step, "seconds": spent, "running": running, "history": history}
-                state["parameters"] = {key: value.detach() for key, value in parameters.items()}
-                state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
-                save_tensors(checkpoint, state)
-    return Trained(round(state["seconds"], 1), history)
+                    log(f"{name}: step {state['step']} {summary} after {state['seconds']:.0f} s")
+                entry = {"step": state["step"], **state["running"]}
+                state["history"].append(entry | ({"evaluation": evaluation} if evaluation else {}))
+                trained = {key: value.detach() for key, value in parameters.items()}
+                states = [optimizer.state_dict() for optimizer in optimizers]
+                save_tensors(checkpoint, state | {"parameters": trained, "optimizers": states})
+    return Trained(round(state["seconds"], 1), state["history"])
+
+
+def _groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def _add_gradients(loss_at: Callable[[int], Loss], numbers: range) -> dict[str, list[float]]:
+    """Adds the gradients of the mean loss of batches; returns the means of the loss and of the figures."""
+    means: dict[str, list[float]] = {}
+    for number in numbers:
+        loss, figures = loss_at(number)
+        (loss / len(numbers)).backward()  # type: ignore[no-untyped-call]
+        for figure, value in {"loss": loss, **figures}.items():
+            part = [x / len(numbers) for x in value.detach().flatten().tolist()]
+            means[figure] = [a + b for a, b in zip(means[figure], part, strict=True)] if figure in means else part
+    return means
 
 
 def _words(running: Mapping[str, Sequence[float]]) -> str:
@@ -205,7 +211,7 @@ def _restore(
             optimizer.load_state_dict(saved)
     except (ValueError, KeyError, TypeError) as error:
         raise TrainError(f"{path}: its optimizers belong to another training ({error}); {_HINT}") from error
-    return state
+    return {key: state[key] for key in ("step", "seconds", "running", "history")}
 
 
 def save_tensors(path: Path, state: dict[str, Any]) -> None:
