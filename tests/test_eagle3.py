@@ -386,6 +386,9 @@ def test_narrower_mlps_keep_the_strongest_units(options, target, tmp_path, kept)
     whole, states = initial_draft(msgspec.structs.replace(settings, intermediate_size=None), loaded)
     narrow, _ = initial_draft(settings, loaded)
     assert states == STATES
+    for draft in (whole, narrow):
+        kept_as_they_are = [name for name, weight in draft.named_parameters() if not weight.requires_grad]
+        assert kept_as_they_are == ["embed_tokens.weight"]
     assert narrow.layers[0].mlp.down_proj.weight.shape == (HIDDEN, 32)
     draw = torch.Generator().manual_seed(3)
     ids, hidden = torch.randint(0, VOCAB, (1, 6), generator=draw), torch.randn(1, 6, HIDDEN, generator=draw)

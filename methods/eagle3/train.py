@@ -92,7 +92,7 @@ def initial_draft(options: Eagle3Training, target: TrainingModel) -> tuple[Eagle
     if any(unsupported.values()):
         names = ", ".join(name for name, on in unsupported.items() if on)
         raise TrainError(f"{outline.path}: has {names}; expected one plain llama layer as wide as the target")
-    draft = outline.load(target.path, target.layers, target.max_positions).to(head.device)
+    draft = outline.load(target.path, target.layers, target.max_positions).to(head.device).requires_grad_()
     draft.embed_tokens.weight = frozen(table)
     if options.tie_lm_head:
         draft.lm_head.weight = frozen(head if draft.target_ids is None else head[draft.target_ids])
