@@ -25,7 +25,14 @@ from specexport.graphs.attention import lowering
 from specexport.graphs.layers import recorded_states
 from specexport.methods.eagle3 import Eagle3, Eagle3Training
 from specexport.methods.eagle3.export import read_eagle3, save_eagle3
-from specexport.methods.eagle3.train import _TrainingTimeTest, draft_losses, initial_draft, new_draft, train_eagle3
+from specexport.methods.eagle3.train import (
+    _TrainingTimeTest,
+    draft_losses,
+    initial_draft,
+    new_draft,
+    train_eagle3,
+    train_over_equal_channels,
+)
 from specexport.methods.hidden_states import StatesProposer
 from specexport.methods.hidden_states.export import trace_own_state
 from specexport.runtime import Engine
@@ -358,6 +365,22 @@ def test_a_draft_learns_to_go_on_from_its_own_states(target, options, tmp_path):
     assert all(row[0] > 0.9 for row in accuracy.ranks), accuracy.ranks
     assert accuracy.paths[0, 0, 0] > 0.8
     assert len(trained.history[-1]["top-1"]) == 3
+
+
+@pytest.mark.slow
+def test_new_drafts_learn_from_all_channels_of_the_states_alike(options, target):
+    sizes = torch.tensor([0.5, 1.0, 1000.0]).repeat_interleave(HIDDEN)
+    states = torch.randn(1, 64, 3 * HIDDEN, generator=torch.Generator().manual_seed(0)) * sizes
+    loaded = load_model(str(target), CPU, frozen=True)
+    fresh, other = (new_draft(options(), loaded, STATES, windows_of(LANGUAGE)) for _ in range(2))
+    fused = other.fuse(states)
+    train_over_equal_channels(other, sizes, new=False)
+    torch.testing.assert_close(other.fuse(states), fused, rtol=1e-4, atol=1e-3)
+    train_over_equal_channels(fresh, sizes, new=True)
+    fresh.fuse(states).square().sum().backward()
+    (trained,) = fresh.fc.parameters()
+    of_each = [part.norm() for part in trained.grad.chunk(3, -1)]
+    assert max(of_each) < 1.5 * min(of_each)
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import LlamaConfig
 
@@ -19,7 +21,10 @@ from specexport.training.data import Windows
 from specexport.training.loop import Log
 from specexport.training.options import within
 from specexport.training.predictions import Losses, summed_loss
-from specexport.training.run import TrainingModel, load_target, open_run
+from specexport.training.run import Run, TrainingModel, load_target, open_run
+
+_MEASURED_WINDOWS = 64
+"""Windows over which the sizes of the target's states are measured."""
 
 
 def train_eagle3(options: Eagle3Training, log: Log) -> dict[str, Any]:
@@ -38,6 +43,11 @@ def train_eagle3(options: Eagle3Training, log: Log) -> dict[str, Any]:
         within("ttt_steps", options.ttt_steps, 1, run.window - 2, "two less than --seq-len")
         run.prepare(options.self_distill)
         draft = new_draft(options, target, states, run.windows) if initial is None else initial[0]
+        train_over_equal_channels(draft, channel_sizes(run, states), new=initial is None)
+
+        def save(folder: Path) -> None:
+            parametrize.remove_parametrizations(draft.fc, "weight")
+            save_eagle3(folder, draft.cpu(), states, tied=options.tie_lm_head)
 
         train_and_write(
             run,
@@ -45,7 +55,7 @@ def train_eagle3(options: Eagle3Training, log: Log) -> dict[str, Any]:
             (draft.lm_head,),
             lambda batch, _: draft_losses(draft, target.model, states, batch, options.ttt_steps),
             options.ttt_steps,
-            lambda folder: save_eagle3(folder, draft.cpu(), states, tied=options.tie_lm_head),
+            save,
             read_eagle3,
             watch=True,
         )
@@ -107,6 +117,45 @@ def initial_draft(options: Eagle3Training, target: TrainingModel) -> tuple[Eagle
     mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight.detach()[:, kept])
     draft.config.intermediate_size = len(kept)
     return draft, outline.seen(target.layers)
+
+
+@torch.no_grad()
+def channel_sizes(run: Run[Eagle3Training], states: tuple[int, ...]) -> torch.Tensor:
+    """The root mean square of each channel of the target's states at tokens to learn, float32 ``[n*H]``."""
+    windows = run.windows.part(torch.arange(len(run.windows)) < _MEASURED_WINDOWS)
+    total, count = torch.zeros((), device=run.place.device), 0
+    for rows in windows.in_order(run.options.batch_size):
+        batch = windows.rows(rows).to(run.place.device)
+        with run.place.autocast():
+            seen = run_target(run.target.model, states, batch)[0][batch.learn]
+        total, count = total + seen.float().square().sum(0), count + len(seen)
+    return (total / count).sqrt().clamp(min=1e-6)
+
+
+def train_over_equal_channels(draft: Eagle3Draft, sizes: torch.Tensor, *, new: bool) -> None:
+    """Makes the parameter of ``fc`` the weight over states whose channels were divided by their ``sizes``.
+
+    The states after a target's last layers are many times larger than those after its first, and a few channels are
+    larger still: a draft would hardly learn from the rest. ``fc.weight`` remains the weight over the states themselves;
+    that of a ``new`` draft is scaled, that of another stays the same.
+    """
+    if new:
+        draft.fc.weight.data /= sizes
+    parametrize.register_parametrization(draft.fc, "weight", _OverSizes(sizes))
+
+
+class _OverSizes(torch.nn.Module):
+    sizes: torch.Tensor
+
+    def __init__(self, sizes: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("sizes", sizes)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / self.sizes
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.sizes
 
 
 def draft_losses(draft: Eagle3Draft, model: Any, states: tuple[int, ...], batch: Windows, steps: int) -> Losses:
