@@ -21,6 +21,8 @@ Chunks = Iterator[npt.NDArray[np.generic]]
 Places = Mapping[int, Sequence[tuple[Path, int]]]
 """The files and offsets of stored tensors, by their sizes in bytes."""
 _ALIGN = 4096
+_COMPARED = 2**24
+"""Bytes of tensors that are compared at once, as a comparison takes as much memory."""
 
 
 class DataFile:
@@ -77,7 +79,9 @@ class DataFile:
         self._file.flush()
         written = np.memmap(self._path, np.uint8, "r", start, length)
         for path, offset in self._shared[length]:
-            if np.array_equal(written, np.memmap(path, np.uint8, "r", offset, length)):
+            other = np.memmap(path, np.uint8, "r", offset, length)
+            parts = (slice(at, at + _COMPARED) for at in range(0, length, _COMPARED))
+            if all(np.array_equal(written[part], other[part]) for part in parts):
                 return path, offset
         return None
 
