@@ -72,18 +72,21 @@ def needs_extra(doing: str, extra: str) -> Iterator[None]:
         raise BuildError(f"{doing} needs the [{extra}] extra ({reason}); {remedy}") from error
 
 
-def exporter() -> types.ModuleType:
+def exporter(doing: str = "building") -> types.ModuleType:
     """Imports the exporter.
+
+    Args:
+        doing: what it is for, in an error.
 
     Raises:
         BuildError: the ``[export]`` extra is not installed, or Python is older than 3.11.
     """
     if sys.version_info < (3, 11):
         raise BuildError(
-            f"building needs Python 3.11 or newer; this is {sys.version_info.major}.{sys.version_info.minor}. "
-            "Bundles run on 3.10, so build elsewhere and copy the folder"
+            f"{doing} needs Python 3.11 or newer; this is {sys.version_info.major}.{sys.version_info.minor}, where "
+            "bundles only run"
         )
-    with needs_extra("building", "export"), gc_paused():
+    with needs_extra(doing, "export"), gc_paused():
         from specexport.exporter import build
     # Collecting millions of objects at exit would take Python more than a second.
     atexit.register(gc.freeze)

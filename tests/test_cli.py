@@ -14,12 +14,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import specexport.exporter
 from specexport.building import needs_extra
 from specexport.cli import _with_flag, main, parser
 from specexport.commands.flags import UsageError, add_method_arguments, asked_methods
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
 from specexport.contract.reading import read_manifest, write_manifest
+from specexport.exporter.checkpoints import locate
 from tests.fixtures import Bundles
 
 PROMPT = "one two three"
@@ -142,6 +144,18 @@ def test_of_two_names_an_error_has_the_commands_flag(words, flag):
     arguments = parser(words).parse_args(words)
     error = BuildError("max_seq_len (max_model_len) is 9, but", param="max_seq_len")
     assert _with_flag(error, arguments) == f"{flag} is 9, but"
+
+
+def test_a_command_names_itself_and_the_extra_that_it_needs(folder, monkeypatch, cli):
+    monkeypatch.setitem(sys.modules, "specexport.exporter.build", None)
+    monkeypatch.delattr(specexport.exporter, "build", raising=False)
+    assert "error: verifying needs the [export] extra (" in cli("verify", folder, status=1).err
+
+
+def test_a_model_is_not_downloaded_where_it_cannot_be_built(monkeypatch):
+    monkeypatch.setattr(locate, "find_spec", lambda name: None)
+    with pytest.raises(BuildError, match=r"^a/b: no such folder, and building .* needs the \[export\] extra; install"):
+        locate.find("a/b")
 
 
 def test_a_missing_extra_names_what_failed():

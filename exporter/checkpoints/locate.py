@@ -9,6 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path, PurePath
 
 from specexport.contract.errors import BuildError
@@ -148,6 +149,11 @@ def _fetched(source: str, revision: str | None, weights: bool) -> Path:
     """Downloads a hub id: the files that describe the model, and its weights in one format; or a GGUF file of it."""
     owner, name, *inside = source.split("/")
     repository, file = _Repository(f"{owner}/{name}", revision), "/".join(inside)
+    if weights and find_spec("onnx") is None and not repository.stored:  # only a stored model may have been built
+        raise BuildError(
+            f"{repository.name}: no such folder, and building a model of the hub needs the [export] extra; install it "
+            "with: pip install 'specexport[cpu,export]'"
+        )
     with failing_as(lambda error: f"{repository.name}: not a local folder, and the hub could not provide it: {error}"):
         if file:
             return repository.fetch_gguf(repository.gguf_files(), file)
@@ -169,14 +175,15 @@ class _Repository:
     def __init__(self, name: str, revision: str | None) -> None:
         self.name = name
         self._revision = revision
-        try:
-            import huggingface_hub
-        except ImportError as error:
-            raise BuildError(
-                f"{name}: no such folder, and fetching a hub id needs the [export] extra; install it with: "
-                "pip install 'specexport[cpu,export]'"
-            ) from error
+        import huggingface_hub
+
         self._hub = huggingface_hub
+
+    @property
+    def stored(self) -> bool:
+        """Whether any of its files is in the hub's cache."""
+        root = hub_cache() or self._hub.constants.HF_HUB_CACHE
+        return Path(root, f"models--{self.name.replace('/', '--')}").is_dir()
 
     def fetch(self, *patterns: str, ignored: Sequence[str] = ("*/*", "consolidated*")) -> Path:
         """Downloads files; patterns without a folder mean files at the top level, though "*" would match others too."""

@@ -228,7 +228,7 @@ def verify_command(command: VerifyOptions) -> int:
                 f"source is {source!r}; expected METHOD.KEY=DIR, such as medusa.model=heads/", param="source"
             )
     report.check_path("--report", command.report)
-    exporter()
+    exporter("verifying")
     from specexport.verify.bundle import numbers, render, verify
 
     with progress_bars() as progress:

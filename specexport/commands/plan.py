@@ -28,7 +28,7 @@ class _TargetOptions(Options, frozen=True, kw_only=True):
 
     Attributes:
         model: bundle, folder with a config.json, hub id or .gguf file.
-        target: the same, as a flag.
+        target: the same, as a flag (default: TARGET).
     """
 
     model: Annotated[str | None, option("TARGET", positional=True)] = None

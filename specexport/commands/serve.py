@@ -36,7 +36,9 @@ _ASSETS = Path(__file__).parents[1] / "server" / "assets"
 def serve_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport serve``."""
     add_flags(parser, ListenOptions, ("model",), unset={"model": ""})
-    parser.add_argument(_SOURCE, dest="named_model", metavar="BUNDLE_OR_MODEL", help="the same, as a flag")
+    parser.add_argument(
+        _SOURCE, dest="named_model", metavar="BUNDLE_OR_MODEL", help="the same, as a flag (default: BUNDLE_OR_MODEL)"
+    )
     declared = options(ListenOptions)
     add_flags(parser, ListenOptions, declared.keys() - options(BuildSettings).keys() - {"model"})
     add_flags(parser, ListenOptions, BUILD, group=BUILD_GROUP)

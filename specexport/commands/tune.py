@@ -80,7 +80,7 @@ def _tree_command(command: _TreeOptions) -> int:
     from specexport import tree_search
 
     if not command.dry_run:
-        exporter()
+        exporter("changing a bundle's tree")
     bundle = Bundle.open(command.bundle)
     manifest = bundle.manifest
     method = _tunable(command.bundle, manifest, command.method)
