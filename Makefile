@@ -92,8 +92,8 @@ compat: $(VENV)/.dev
 	  tests/test_losslessness.py tests/test_commit.py
 	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.12/bin/python -m pytest -m "not exporter"
 
-# The runtime's tests and greedy texts on emulated 64-bit ARM; on Debian, a quarter of an hour.
-aarch64: $(VENV)/.dev
+# The kernels' and the runtime's tests and greedy texts on emulated 64-bit ARM; on Debian, half an hour.
+aarch64: $(VENV)/.dev wheels
 	$(BIN)/python -m benchmarks aarch64
 
 bench: $(VENV)/.dev

@@ -62,13 +62,18 @@ def main() -> int:
     return 0
 
 
+def compiler(machine: str, python: str | Path = sys.executable) -> str:
+    """The command of the compiler for a machine, which a Python with ziglang runs."""
+    return f"{python} -m ziglang c++ -target {machine}-linux-gnu.{GLIBC}"
+
+
 def build(machine: str, output: Path) -> Path:
     """Builds a wheel for a machine; returns its path."""
     tag = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
     folder = ROOT / "build" / "wheels" / machine
     environment = {
         **os.environ,
-        "CXX": f"{sys.executable} -m ziglang c++ -target {machine}-linux-gnu.{GLIBC}",
+        "CXX": compiler(machine),
         "_PYTHON_HOST_PLATFORM": f"linux-{machine}",  # sets the platform of the wheel's tag
     }
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
