@@ -14,6 +14,7 @@ from specexport.contract.options import option, options
 from specexport.contract.shapes import Size
 from specexport.contract.tensors import CANDIDATES, Tensor
 from specexport.contract.tree import TokenTree
+from specexport.contract.values import counted
 from specexport.runtime.backend import Array
 from specexport.runtime.proposal import Ints, Opening, Proposal, Proposer, SlotProposer, SlotView, fill
 from specexport.training.options import HiddenStateOptions, Report, Training, accuracy_table, ahead_option
@@ -120,7 +121,7 @@ class MedusaTraining(HiddenStateOptions, frozen=True, kw_only=True):
 
 def _report(record: dict[str, Any]) -> Report:
     heads = record["head_accuracy"]
-    yield f"{record['options']['output']}: {len(heads)} heads; share of held-out tokens they predict"
+    yield f"{record['options']['output']}: {counted(len(heads), 'head')}; share of held-out tokens they predict"
     yield accuracy_table("head", heads)
     if "lm_loss" in record:
         before, after = record["lm_loss_before"], record["lm_loss"]
