@@ -14,10 +14,11 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from copy import copy
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,11 @@ Kind = Literal["json_schema", "grammar"]
 _NAMES: dict[Kind, str] = {"json_schema": "JSON schema", "grammar": "grammar"}
 MAX_SCHEMA = 1 << 16
 """Most characters of a JSON schema or a grammar."""
+_STACK = 64 << 20
+"""Bytes of stack to compile a grammar with. llguidance follows rules that use each other by recursion: as many as fit
+into ``MAX_SCHEMA`` take 30 MB, and the 8 MB of most threads would overflow, which ends the process."""
+_STACK_SIZE = threading.Lock()
+"""Held while the stack size of new threads is changed."""
 _CACHED = 8
 """Number of compiled grammars to keep."""
 _MAX_REASON = 300
@@ -45,6 +51,29 @@ _LARK = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(?P<json>%json\s*)|(?P<name><[^<>\[\]\s][^<>\s]*>)'
 )
 """Lark's strings, regular expressions and comments, which are skipped; JSON schemas and names of special tokens."""
+
+Result = TypeVar("Result")
+
+
+def _with_large_stack(run: Callable[[], Result]) -> Result:
+    """Runs a function in a thread that has ``_STACK`` bytes of stack."""
+    future: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    with _STACK_SIZE:
+        before = threading.stack_size(_STACK)
+        try:
+            threading.Thread(target=work, daemon=True).start()
+        except RuntimeError:  # from 3.12 on none starts once the main thread has ended
+            return run()
+        finally:
+            threading.stack_size(before)
+    return future.result()
 
 
 class Grammars:
@@ -91,11 +120,14 @@ class Grammars:
         # Imported here: only grammar-constrained outputs need it.
         import llguidance
 
-        try:
+        def compiled() -> llguidance.LLMatcher:
             compile_lark = llguidance.LLMatcher.grammar_from_lark
             grammar = _json_grammar(text) if param == "json_schema" else compile_lark(self._lark(text))
             limits = llguidance.LLParserLimits(verbose_errors=False)
-            matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+            return llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+
+        try:
+            matcher = _with_large_stack(compiled)
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
         except ValueError as error:  # such as an escape that is half a character

@@ -1,5 +1,6 @@
 """Outputs bound to JSON schemas: the mask at every node, and what speculation must not change."""
 
+import itertools
 import json
 import threading
 from collections import Counter
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, RequestError, SamplingParams
-from specexport.runtime.constraint import Grammars
+from specexport.runtime.constraint import MAX_SCHEMA, Grammars
 from specexport.runtime.json_schema import prepared
 from specexport.runtime.proposal import Proposal, SlotView
 from specexport.runtime.speculative import PLAIN
@@ -256,6 +257,20 @@ def test_what_cannot_be_followed_is_refused_with_a_way_out(engine, schema, words
     for text in ({"json_schema": json.dumps(schema)}, {"grammar": f"start: %json {json.dumps(schema)}"}):
         with pytest.raises(RequestError, match=words):
             engine("llama-near").stream(PROMPT, SamplingParams(**text))
+
+
+def test_long_chains_of_rules_do_not_overflow_the_stack(engine):
+    """Which would end the process."""
+    names = ["".join(letters) for letters in itertools.product("bcdefghijklmnopqrstuvwxyz", repeat=3)]
+    lark = "start: bbb\n" + "\n".join(f"{name}:{after}" for name, after in itertools.pairwise(names[:8000]))
+    chain = {name: {"$ref": f"#/$defs/{after}"} for name, after in itertools.pairwise(names[:2100])}
+    schema = {"$defs": chain | {names[2099]: {"const": 1}}, "$ref": "#/$defs/bbb"}
+    texts = {"grammar": f'{lark}\n{names[7999]}:"1"', "json_schema": json.dumps(schema, separators=(",", ":"))}
+    for param, text in texts.items():
+        assert 0.9 * MAX_SCHEMA < len(text) <= MAX_SCHEMA
+        bound = grammars(engine("llama-near")).constraint(param, text)
+        (one,) = engine("llama-near").tokenizer.encode("1", add_special_tokens=False).ids
+        assert bound._matcher.consume_token(one)
 
 
 def test_a_grammar_that_cannot_be_used_is_refused(engine):
