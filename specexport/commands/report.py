@@ -46,7 +46,10 @@ _FORMATS = {".html", ".svg", ".png", ".jpg", ".jpeg", ".pdf", ".json", ".csv", "
 def check_suffix(flag: str, path: Path, suffix: str) -> None:
     """Refuses the name of another format than the one that is written."""
     if path.suffix.lower() in _FORMATS - {suffix}:
-        raise RequestError(f"{flag} is {path}, but {suffix[1:].upper()} is written; name it {path.with_suffix(suffix)}")
+        raise RequestError(
+            f"{flag} is {path}, but {suffix[1:].upper()} is written; name it {path.with_suffix(suffix)}",
+            param=flag.removeprefix("--"),
+        )
 
 
 def check_path(flag: str, path: Path | None) -> None:

@@ -172,9 +172,10 @@ def describe(stats: Stats, engine: Engine) -> str:
             f"{method} " + ", ".join(_steps(count, size, costs.step(1, 1 + size, 1)) for size, count in by.items())
             for method, by in sorted(stats.steps_by_draft.items())
         )
-        lines.insert(1, f"chosen      steps by method and draft tokens, with the cost of verifying here: {chosen}")
+        lines.insert(1, f"chosen      {chosen}; in brackets the cost of verifying a step here")
     return "\n".join(lines)
 
 
 def _steps(count: int, drafted: int, seconds: float) -> str:
-    return f"{count}{f' of {drafted}' if drafted else ''} ({seconds * 1e3:.2f} ms)"
+    tokens = f" of {counted(drafted, 'draft token')}" if drafted else ""
+    return f"{counted(count, 'step')}{tokens} ({seconds * 1e3:.2f} ms)"
