@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from inspect import Signature, signature
+from inspect import Signature, cleandoc, signature
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
@@ -44,7 +44,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 REQUIRED: Any = msgspec.NODEFAULT
 _LIMITS = ("ge", "gt", "le", "lt", "min_length")
-_DOCUMENTED = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)
+_DOCUMENTED = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
 
 
@@ -156,7 +156,8 @@ def options(kind: type[Options]) -> dict[str, Option]:
     """The options of a struct, by field."""
     hints, help = get_type_hints(kind, include_extras=True), dict[str, str]()
     for parent in reversed(kind.__mro__):
-        help |= {name: " ".join(text.split()).rstrip(".") for name, text in _DOCUMENTED.findall(parent.__doc__ or "")}
+        documented = cleandoc(parent.__doc__ or "")  # whose indentation Python keeps up to 3.12
+        help |= {name: " ".join(text.split()).rstrip(".") for name, text in _DOCUMENTED.findall(documented)}
     described = {}
     for field in msgspec.structs.fields(kind):
         about = dict((_meta(hints[field.name]) or option()).extra or {})

@@ -211,3 +211,15 @@ def test_a_method_that_nothing_makes_for_a_target_is_named():
 
     with pytest.raises(BuildError, match="the method bare has neither options that make it for a target"):
         Bare().for_target(1)
+
+
+class Compiled(Options, frozen=True, kw_only=True):
+    __doc__ = (
+        "A docstring without its indentation, as Python 3.13 compiles it.\n\nAttributes:\n    size: its\n        size."
+    )
+
+    size: int = 1
+
+
+def test_docstrings_are_read_whatever_python_compiles_them():
+    assert options(Compiled)["size"].help == "its size"
