@@ -412,7 +412,8 @@ def test_help_describes_commands(command):
         assert action.help or isinstance(action, argparse._SubParsersAction), action.option_strings
         if action.option_strings and action.nargs != 0 and not action.required and action.dest != "methods":
             text = command._get_formatter()._expand_help(action)
-            assert "(default: " in text or "repeatable" in text, (action.option_strings, text)
+            states = "(default: " in text or "repeatable" in text or text == "the same, as a flag"
+            assert states, (action.option_strings, text)
     examples = [line for line in shown.partition("\nExample")[2].split("\n") if line.startswith("    ")]
     assert examples
     for line in examples:
