@@ -203,35 +203,17 @@ class _Reader:
         return Field((kind, element), np.frombuffer(self._mapped, dtype, count, start).tolist())
 
     def _add_tensors(self, header: Header, count: int) -> Header:
-        entries: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]] = []
-        seen: set[str] = set()
+        infos: dict[str, tuple[tuple[int, ...], GGMLQuantizationType, int]] = {}
         for number in range(count):
             name = self._text(f"the name of tensor {number}", _MAX_NAME)
-            label = f"tensor {name!r}"
-            if name in seen:
+            if name in infos:
                 raise self._refuse(f"tensor {number}", repr(name), "another name: there is one of this name")
-            seen.add(name)
-            rank = self._number("I", label)
-            if not 1 <= rank <= _MAX_DIMENSIONS:
-                raise self._refuse(f"the number of dimensions of {label}", rank, f"1 to {_MAX_DIMENSIONS}")
-            sizes = [self._number("Q", label) for _ in range(rank)]
-            if not all(sizes) or math.prod(sizes) > _MAX_SIZE:
-                raise self._refuse(f"the shape of {label}", sizes, f"1 to {_MAX_SIZE} numbers")
-            kind = self._number("I", label)
-            try:
-                stored = GGMLQuantizationType(kind)
-            except ValueError:
-                expected = "a type that the gguf library knows"
-                raise self._refuse(f"the type of {label}", kind, expected) from None
-            block = GGML_QUANT_SIZES[stored][0]
-            if sizes[0] % block:
-                raise self._refuse(f"the shape of {label}", sizes, f"rows of blocks of {block}, as {stored.name} has")
-            entries.append((name, tuple(sizes[::-1]), stored, self._number("Q", label)))
+            infos[name] = self._tensor_info(f"tensor {name!r}")
         alignment = header.get("general.alignment", int, _ALIGNMENT)
         if not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
             raise self._refuse("general.alignment", alignment, f"a power of two up to {_MAX_ALIGNMENT}")
         begin = self._at + -self._at % alignment
-        for name, shape, stored, offset in entries:
+        for name, (shape, stored, offset) in infos.items():
             block, block_bytes = GGML_QUANT_SIZES[stored]
             row = shape[-1] // block * block_bytes
             size, remaining = math.prod(shape[:-1]) * row, max(0, len(self._mapped) - begin)
@@ -243,6 +225,24 @@ class _Reader:
             data = np.frombuffer(self._mapped, np.uint8, size, begin + offset).reshape(*shape[:-1], row)
             header.tensors[name] = TensorPlace(name, shape, stored, data)
         return header
+
+    def _tensor_info(self, label: str) -> tuple[tuple[int, ...], GGMLQuantizationType, int]:
+        """A tensor's shape, its type, and its offset in bytes among the tensors' data."""
+        rank = self._number("I", label)
+        if not 1 <= rank <= _MAX_DIMENSIONS:
+            raise self._refuse(f"the number of dimensions of {label}", rank, f"1 to {_MAX_DIMENSIONS}")
+        sizes = [self._number("Q", label) for _ in range(rank)]
+        if not all(sizes) or math.prod(sizes) > _MAX_SIZE:
+            raise self._refuse(f"the shape of {label}", sizes, f"1 to {_MAX_SIZE} numbers")
+        kind = self._number("I", label)
+        try:
+            stored = GGMLQuantizationType(kind)
+        except ValueError:
+            raise self._refuse(f"the type of {label}", kind, "a type that the gguf library knows") from None
+        block = GGML_QUANT_SIZES[stored][0]
+        if sizes[0] % block:
+            raise self._refuse(f"the shape of {label}", sizes, f"rows of blocks of {block}, as {stored.name} has")
+        return tuple(sizes[::-1]), stored, self._number("Q", label)
 
 
 def as_library_reader(header: Header) -> Callable[[object], Any]:
