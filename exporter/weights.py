@@ -18,6 +18,7 @@ from specexport.exporter import quantize
 from specexport.exporter.checkpoints.stored import Factors, Kind, QuantizedTensor, Scales, StoredTensor, transposed
 from specexport.exporter.dequantize import (
     GATHERED,
+    Role,
     StoredFactors,
     StoredMatrix,
     dequantize_lookup,
@@ -171,53 +172,62 @@ class WeightsFile(DataFile):
             if role in GATHERED and half is not None:
                 node.replace_input_with(index, half)
                 continue
-            # A tied head reads Transpose(embedding). On CPUs it shares the embedding's copy, which is always int8, as
-            # rows are looked up; on other devices it gets a transposed copy, so that blocks lie along K.
-            by_rows = role == "lookup" or (role == "tied" and not by_column and storage.any_scales)
-            matrix = array.T if role == "tied" and not by_rows else array
-            axis = int(by_rows or role == "experts")
-            # Experts, most of a mixture's weights, are gathered as bytes of two integers.
-            width: Kind = "int8" if by_rows else kind
-            kept = None
-            if role == "matmul" or role == "experts" or (by_rows and storage.any_scales):
-                kept = self._kept_scales(value, matrix, width, storage, by_rows=by_rows)
-            block = None if by_column else block_for(matrix.shape[axis], storage.block_size)
-            if kept is not None:
-                block = None if by_column and kept.group == matrix.shape[axis] else kept.group
-                self.report.any_scales |= not kept.plain or (kind == "fp8" and block is not None)
-                self.report.kept_block = max(self.report.kept_block or 0, block or 0) or None
-            elif block is None and not by_column:
-                reason = f"its {matrix.shape[axis]} inputs are not a multiple of {SMALLEST_BLOCK}"
-                self._store_fp32(value, array, reason)
+            copy = self._copy(graph, value, array, kind, storage, role)
+            if isinstance(copy, str):
+                self._store_fp32(value, array, copy)
                 return
-            # One copy per reader: ONNX Runtime fuses a dequantization only if a single node reads it.
-            name = f"{value.name}.{width}.{role}"
-            if by_column or name in graph.initializers:
-                name = f"{name}.{len(graph.initializers)}"
-            copy = MatrixCopy(
-                name=name,
-                matrix=matrix,
-                axis=axis,
-                block=block,
-                kind=width,
-                gathered=role in GATHERED,
-                by_rows=by_rows,
-                # int8 keeps scales that every backend reads, as they take at most a ninth of its size.
-                any_scales=storage.any_scales and storage.kind != "int8",
-                kept=kept,
-                rounded=() if kept is None else tuple(self._rounded(value)),
-                again=kept is None and self._quantized_before(value),
-            )
-            if copy.again or (kept is not None and not copy.rounded):
-                (self.report.converted if copy.again else self.report.kept).extend(names_in(_name(value)))
             stored = self._store(graph, copy)
             if role in GATHERED:
-                replace_value(node.outputs[0], dequantize_lookup(graph, node, stored, pairs=width == "int4"))
+                replace_value(node.outputs[0], dequantize_lookup(graph, node, stored, pairs=copy.kind == "int4"))
             else:
                 for product in [node] if role == "matmul" else list(node.outputs[0].consumers()):
                     dequantize_product(graph, stored, product)
-            self.report.quantized.append(name)
+            self.report.quantized.append(copy.name)
         del graph.initializers[_name(value)]
+
+    def _copy(
+        self, graph: ir.Graph, value: ir.Value, array: _Matrix, kind: Kind, storage: Storage, role: Role
+    ) -> MatrixCopy | str:
+        """The copy of a matrix for a node that reads it, or the reason why it cannot be quantized."""
+        by_column = kind == "fp8" or storage.block_size is None
+        # A tied head reads Transpose(embedding). On CPUs it shares the embedding's copy, which is always int8, as
+        # rows are looked up; on other devices it gets a transposed copy, so that blocks lie along K.
+        by_rows = role == "lookup" or (role == "tied" and not by_column and storage.any_scales)
+        matrix = array.T if role == "tied" and not by_rows else array
+        axis = int(by_rows or role == "experts")
+        # Experts, most of a mixture's weights, are gathered as bytes of two integers.
+        width: Kind = "int8" if by_rows else kind
+        kept = None
+        if role == "matmul" or role == "experts" or (by_rows and storage.any_scales):
+            kept = self._kept_scales(value, matrix, width, storage, by_rows=by_rows)
+        block = None if by_column else block_for(matrix.shape[axis], storage.block_size)
+        if kept is not None:
+            block = None if by_column and kept.group == matrix.shape[axis] else kept.group
+            self.report.any_scales |= not kept.plain or (kind == "fp8" and block is not None)
+            self.report.kept_block = max(self.report.kept_block or 0, block or 0) or None
+        elif block is None and not by_column:
+            return f"its {matrix.shape[axis]} inputs are not a multiple of {SMALLEST_BLOCK}"
+        # One copy per reader: ONNX Runtime fuses a dequantization only if a single node reads it.
+        name = f"{value.name}.{width}.{role}"
+        if by_column or name in graph.initializers:
+            name = f"{name}.{len(graph.initializers)}"
+        copy = MatrixCopy(
+            name=name,
+            matrix=matrix,
+            axis=axis,
+            block=block,
+            kind=width,
+            gathered=role in GATHERED,
+            by_rows=by_rows,
+            # int8 keeps scales that every backend reads, as they take at most a ninth of its size.
+            any_scales=storage.any_scales and storage.kind != "int8",
+            kept=kept,
+            rounded=() if kept is None else tuple(self._rounded(value)),
+            again=kept is None and self._quantized_before(value),
+        )
+        if copy.again or (kept is not None and not copy.rounded):
+            (self.report.converted if copy.again else self.report.kept).extend(names_in(_name(value)))
+        return copy
 
     def _quantized_before(self, value: ir.Value) -> bool:
         """Whether a matrix, or any expert of a stack composed in loading, is quantized in the checkpoint."""
