@@ -196,17 +196,7 @@ def compare(
 
     Methods use their default trees; ``DEFAULT`` stands for requests that name no method.
     """
-    manifest = engine.manifest
-    methods: dict[str, Method] = {}
-    defaults = [method for method in engine.methods.values() if not method.takes_hypothesis]
-    for name in names:
-        if name not in engine.methods and not (name == DEFAULT and engine.methods):
-            raise RequestError(
-                f"--methods has {name!r}; the bundle has {', '.join(engine.methods)}, and {DEFAULT}; plain decoding is "
-                "always measured",
-                param="methods",
-            )
-        methods[name] = defaults[0] if name == DEFAULT else engine.methods[name]
+    manifest, methods = engine.manifest, _named_methods(engine, names)
     for task in tasks:
         if len(task.prompt) + max_tokens > manifest.max_seq_len:
             raise RequestError(
@@ -241,6 +231,21 @@ def compare(
         MethodRow(name, method.needs_training, method.memory(files, manifest.max_seq_len), results[name], chosen[name])
         for name, method in methods.items()
     ]
+
+
+def _named_methods(engine: Engine, names: Sequence[str]) -> dict[str, Method]:
+    """The methods of these names; ``DEFAULT`` stands for the first that needs no hypothesis."""
+    methods: dict[str, Method] = {}
+    defaults = [method for method in engine.methods.values() if not method.takes_hypothesis]
+    for name in names:
+        if name not in engine.methods and not (name == DEFAULT and engine.methods):
+            raise RequestError(
+                f"--methods has {name!r}; the bundle has {', '.join(engine.methods)}, and {DEFAULT}; plain decoding is "
+                "always measured",
+                param="methods",
+            )
+        methods[name] = defaults[0] if name == DEFAULT else engine.methods[name]
+    return methods
 
 
 def _speculative(name: str, method: Method, task: Task) -> Speculative | None:
