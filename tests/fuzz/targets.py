@@ -70,6 +70,15 @@ def weights(seed: str, data: bytes | None, folder: Path) -> None:
     _generate(_file(seed, data, folder, "target.bin"), check_hashes=True)
 
 
+def packed(seed: str, data: bytes | None, folder: Path) -> None:
+    """A file of packed weights in the cache folder of a bundle, which is run."""
+    bundle, _, name = seed.rpartition("|")
+    os.environ["SPECEXPORT_CACHE"] = str(folder)
+    (folder / "packed").mkdir(exist_ok=True)
+    put(folder / "packed" / name, data)
+    _generate(Path(bundle), check_hashes=False)
+
+
 def tokenizer(seed: str, data: bytes | None, folder: Path) -> None:
     """``tokenizer.json``."""
     Bundle.open(_file(seed, data, folder, "tokenizer/tokenizer.json")).tokenizer()

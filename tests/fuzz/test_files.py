@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from specexport.contract.errors import BuildError
 from specexport.contract.manifest import MANIFEST_NAME
+from specexport.runtime import Engine
+from specexport.runtime.backends.onnxruntime.kernels import kernels
 from tests.fuzz.conftest import Fuzz
 from tests.fuzz.mutations import Edit, edits, harmed_bytes, harmed_json
 from tests.fuzz.sandbox import Sandbox
@@ -70,6 +72,28 @@ def test_manifests(fuzz, box, bundle):
 def test_files_of_bundles(fuzz, box, bundle, target, file, count):
     (path,) = bundle("dice-near").glob(f"**/{file}")
     _try(fuzz, box, target, {str(bundle("dice-near")): path}, either, count)
+
+
+def as_packed(path: Path, done: list[Edit]) -> bytes:
+    """Its header, or all of it."""
+    raw = path.read_bytes()
+    size = len(raw) if done[0][0] % 2 else 64
+    return harmed_bytes(raw[:size], done[1:] or done) + raw[size:]
+
+
+@pytest.mark.exporter
+@pytest.mark.skipif(not kernels().devices, reason="the kernels are not compiled: nothing is packed")
+def test_packed_weights(fuzz, box, tmp_path, monkeypatch):
+    from specexport.exporter.build import build
+    from specexport.exporter.options import BuildOptions
+    from tests.checkpoints import make_checkpoint
+
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
+    target = make_checkpoint(tmp_path / "model", "llama", hidden_size=256, intermediate_size=1024)  # more than 1 MB
+    folder = build(BuildOptions(str(target), tmp_path / "bundle", precision="int8", max_seq_len=64))
+    Engine.load(folder, threads=1, cache_graphs=True).close()
+    (path,) = (tmp_path / "cache" / "packed").iterdir()
+    _try(fuzz, box, "packed", {f"{folder}|{path.name}": path}, as_packed, 60)
 
 
 def test_trees(fuzz, box, tmp_path):
