@@ -176,6 +176,7 @@ class _Repository:
         self.name = name
         self._revision = revision
         import huggingface_hub
+        import huggingface_hub.constants
 
         self._hub = huggingface_hub
 
