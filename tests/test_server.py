@@ -262,10 +262,10 @@ def test_what_the_clients_helpers_return_may_be_sent_back(client):
     assert called.tool_calls[0].function.parsed_arguments == {"kind": "cat"}
     for message in (parsed, called, called.model_dump()):
         client.chat.completions.create(model=NAME, messages=[*CHAT, message, CHAT[1]], max_tokens=1)
-    asked: Any = {"model": NAME, "max_output_tokens": 60}
-    items = client.responses.parse(**asked, input="one", text_format=Pet).output
+    body: Any = {"model": NAME, "max_output_tokens": 60}
+    items = client.responses.parse(**body, input="one", text_format=Pet).output
     tools["tools"] = [{"type": "function", **pet}]
-    with client.responses.stream(**asked, **tools, input="one", parallel_tool_calls=False) as events:
+    with client.responses.stream(**body, **tools, input="one", parallel_tool_calls=False) as events:
         items += events.get_final_response().output
     for item in (*items, *(item.model_dump() for item in items)):
         client.responses.create(model=NAME, input=[item, CHAT[1]], max_output_tokens=1)

@@ -16,6 +16,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.chat import ChatTemplate
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.speculative import PLAIN
+from specexport.server.chat import with_calls
 from specexport.server.request_parts import Function
 from specexport.server.tool_arguments import Marks
 from specexport.server.tool_notation import Notation
@@ -25,7 +26,7 @@ from specexport.server.tools import GLM_COMPACT as GLM_COMPACT_FORM
 from specexport.server.tools import LFM2 as LFM2_FORM
 from specexport.server.tools import LLAMA as LLAMA_FORM
 from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
-from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls, with_calls
+from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls
 from tests.fixtures import Bundles
 from tests.serving import NAME, Served, served
 from tests.test_constraint import grammars
@@ -125,12 +126,12 @@ def test_beside_calls_an_answer_may_be_json(family, running, client):
     schema = {"type": "object", "properties": {"a": {"const": document["a"]}}, "required": ["a"]}
     schema |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
     shape: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    asked: Any = {"model": NAME, "messages": CHAT, "tools": TOOLS, "response_format": shape, "temperature": 0}
-    client.chat.completions.create(**asked, tool_choice="required", max_tokens=1)
+    body: Any = {"model": NAME, "messages": CHAT, "tools": TOOLS, "response_format": shape, "temperature": 0}
+    client.chat.completions.create(**body, tool_choice="required", max_tokens=1)
     form = call_format(family.template)
     if form in (None, LLAMA_FORM):
         with pytest.raises(openai.BadRequestError, match=r"no way of calling tools|whose calls are JSON too"):
-            client.chat.completions.create(**asked)
+            client.chat.completions.create(**body)
         return
     assert form is not None
     engine, begin = running.service.engine.frontend.engine, ""
@@ -138,7 +139,7 @@ def test_beside_calls_an_answer_may_be_json(family, running, client):
         begin = "<|channel|>final<|message|>"
     else:
         bias = {engine.tokenizer.token_to_id("{"): 100.0}
-        text, *_, calls, finish = answered(client, **asked, logit_bias=bias, max_tokens=100)
+        text, *_, calls, finish = answered(client, **body, logit_bias=bias, max_tokens=100)
         assert (json.loads(text), calls, finish) == (document, [], "stop")
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
     tools = [Function.model_validate(tool["function"]) for tool in TOOLS]

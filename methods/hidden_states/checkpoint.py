@@ -84,13 +84,13 @@ class _Config(msgspec.Struct, kw_only=True):
 
 
 def read_draft(
-    source: str, method: str, description: str, known: Mapping[str, str]
+    source: str, method: str, description: str, architectures: Mapping[str, str]
 ) -> tuple[Layer, bool, dict[str, Any]]:
     """Reads the configuration of a draft in its own checkpoint.
 
     Args:
         method: the expected ``speculators_model_type``.
-        known: the kind of an architecture's layers, whatever ``model_type`` says: SpecForge's may be the target's.
+        architectures: the kind of layers of each architecture; it outweighs ``model_type``, which may be the target's.
 
     Returns:
         The configuration of the layers; whether it has the layout of the ``speculators`` library; and the fields of
@@ -106,7 +106,9 @@ def read_draft(
             "neither"
         )
     layer = layer or read_config(path, Layer, description)
-    layer.model_type = next((known[name] for name in config.architectures or () if name in known), layer.model_type)
+    layer.model_type = next(
+        (architectures[name] for name in config.architectures or () if name in architectures), layer.model_type
+    )
     if layer.hidden_act not in ACT2FN:
         raise BuildError(f"{path}: hidden_act is {shown(layer.hidden_act)}, which transformers does not know")
     fields = {

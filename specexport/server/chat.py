@@ -20,7 +20,8 @@ from specexport.server import answers
 from specexport.server.request_parts import ChatMessage, Function
 from specexport.server.requests import ChatRequest, TemplateOptions, TokenizeRequest
 from specexport.server.service import Service, finite_logprob, prompt_logprobs, respond
-from specexport.server.tools import Calling, CallReader, template_tools, whole_calls, with_calls
+from specexport.server.tool_notation import PYTHON
+from specexport.server.tools import LFM2, LFM2_TOOLS, Calling, CallReader, template_tools, whole_calls
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -146,3 +147,17 @@ class _Format:
 
         top = [answers.TopLogprob(**describe(*pair)) for pair in entry.top]
         return answers.ChatLogprob(**describe(entry.token, entry.logprob), top_logprobs=top)
+
+
+def with_calls(message: Message, template: str) -> Message:
+    """A message whose text ends with its calls, as the model wrote them, if its template leaves calls out."""
+    if LFM2_TOOLS not in template or LFM2.begin in template or not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        name, arguments = call["function"]["name"], call["function"].get("arguments", {})
+        calls.append(name + (PYTHON.arguments(arguments) if isinstance(arguments, dict) else f"({arguments})"))
+    written, content = f"{LFM2.begin}[{', '.join(calls)}{LFM2.end}", message.get("content") or ""
+    if isinstance(content, list):
+        return {**message, "content": [*content, {"type": "text", "text": written}]}
+    return {**message, "content": content + written}

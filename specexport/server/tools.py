@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specexport.contract.errors import RequestError
-from specexport.runtime.chat import Message
 from specexport.runtime.text import overlap
 from specexport.server import tool_arguments
 from specexport.server.answers import AssistantCall, FunctionCall
@@ -90,7 +89,7 @@ LFM2 = CallFormat(
     tail="",
     marks=PYTHON,
 )
-_LFM2_TOOLS = "<|tool_list_start|>"
+LFM2_TOOLS = "<|tool_list_start|>"
 """Mark before the tools in LFM2's templates before 2.5, which leave earlier calls out."""
 _FINAL = "<|channel|>final<|message|>"
 _PLAIN = CallFormat("arguments")
@@ -114,7 +113,7 @@ def call_format(template: str) -> CallFormat | None:
         return MISTRAL_ID if "[CALL_ID]" in template else MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
     if "<|tool_call>call:" in template:
         return GEMMA
-    if LFM2.begin in template or _LFM2_TOOLS in template:
+    if LFM2.begin in template or LFM2_TOOLS in template:
         return LFM2
     if match := re.search(r"<tool_call>\{function-name\}(\n?)<arg_key>", template):
         return GLM if match[1] else GLM_COMPACT  # to 4.6, and from 4.7
@@ -122,20 +121,6 @@ def call_format(template: str) -> CallFormat | None:
     if "<tool_call>" in template and not re.search("<arg_key>|<invoke|<tool_calls>", template):
         return HERMES if "<function=" not in template else QWEN_CODER if "<parameter=" in template else None
     return LLAMA if re.search(r"""["']parameters["']\s*:\s*dictionary""", template) else None
-
-
-def with_calls(message: Message, template: str) -> Message:
-    """A message whose text ends with its calls, as the model wrote them, if its template leaves calls out."""
-    if _LFM2_TOOLS not in template or LFM2.begin in template or not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        name, arguments = call["function"]["name"], call["function"].get("arguments", {})
-        calls.append(name + (PYTHON.arguments(arguments) if isinstance(arguments, dict) else f"({arguments})"))
-    written, content = f"{LFM2.begin}[{', '.join(calls)}{LFM2.end}", message.get("content") or ""
-    if isinstance(content, list):
-        return {**message, "content": [*content, {"type": "text", "text": written}]}
-    return {**message, "content": content + written}
 
 
 @dataclass(frozen=True)

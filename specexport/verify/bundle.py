@@ -308,10 +308,10 @@ def check_graphs(bundle: Bundle, progress: Progress) -> int:
     return count
 
 
-def _weights(bundle: Bundle, own: str, model: Model) -> list[Path]:
-    """The files of a model's weights: its ``own``, and the target's if it shares some of those."""
+def _weights(bundle: Bundle, file: str, model: Model) -> list[Path]:
+    """The files of a model's weights: ``file``, and the target's if it shares some of those."""
     target = bundle.manifest.target.weights
-    return [bundle.file(name) for name in (own, *([target] if model.shared_bytes else []))]
+    return [bundle.file(name) for name in (file, *([target] if model.shared_bytes else []))]
 
 
 def _check_graph(
