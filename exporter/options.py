@@ -160,7 +160,8 @@ class BuildSettings(Options, frozen=True, kw_only=True):
         max_batch_size: maximum number of concurrent requests; steps are built for the powers of two up to it.
         inputs_embeds: let prompts contain embeddings, such as those of an audio or image encoder.
         precision: precision of the weights; stored keeps each matrix as the checkpoint stores it; fp8 pays only on GPUs
-            of compute capability 8.9 or higher (default: fp32, or as the checkpoint is quantized).
+            of compute capability 8.9 or higher (default: stored; of unquantized models fp32 for GPUs and lowered
+            portably).
         draft_precision: precision of the draft, Medusa heads or the speculator; lower ones cost acceptance, and never
             change the text (default: int8, or int4 if the target is int4).
         block_size: number of weights that share a scale in int8 and int4 (default: 32, also the maximum for int4

@@ -22,7 +22,7 @@ from specexport.exporter.build_state import Build, BuildPlan, WrittenTarget
 from specexport.exporter.calibration import MIN_TOKENS, calibrate, calibration_text
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from specexport.exporter.checkpoints.config import quantized_in, read_model_config
+from specexport.exporter.checkpoints.config import precision_of_matrices, quantized_in, read_model_config
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.sizes import require_positions
 from specexport.exporter.checkpoints.split import require_split_parity, split_checkpoint
@@ -36,19 +36,21 @@ DEFAULT_MAX_SEQ_LEN = 2048
 
 
 def for_checkpoint(options: BuildOptions) -> BuildOptions:
-    """The options with a definite precision: by default a quantized target's, or else fp32.
+    """The options with a definite precision: by default the target's own, or fp32 if backends would compute in it.
 
-    Matrices that a quantized target holds in floating point keep their type. The portable lowering turns int4 into
-    int8, as opset 20 has no four-bit integers.
+    On CPUs the weights of every precision are multiplied in fp32, elsewhere those in bf16 and fp16 are not. Matrices
+    that a quantized target holds in floating point keep their type. The portable lowering turns int4 into int8, as
+    opset 20 has no four-bit integers.
     """
     if options.precision not in (None, "stored"):
         return options
     path = locate(options.target)
     format_and_kind = quantized_in(path)
+    if format_and_kind is None:
+        as_stored = options.on_cpu or options.precision == "stored"
+        return msgspec.structs.replace(options, precision=precision_of_matrices(path) if as_stored else "fp32")
     halves: dict[object, StoredAs] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
     unquantized = halves.get(read_model_config(path).dtype, "fp32")
-    if format_and_kind is None:
-        return msgspec.structs.replace(options, precision=unquantized if options.precision == "stored" else "fp32")
     kind = format_and_kind[1]
     if kind == "stored":
         if options.on_cpu:

@@ -255,7 +255,7 @@ class StepStates:
             query_rows = torch.where(present, self._cells - shape.rows - self._done, 0).clamp(min=0)
         rows = take_rows(torch.cat([kept, new], 1), places) * present[..., None]  # [C,B,G,U]
         queries = take_rows(updates.query.flatten(2), query_rows)  # [C,B,G,Hk*Dk]
-        pending = (present & (self._cells < shape.rows)).sum((0, 2))  # [B]
+        pending = (present & (self._cells < shape.rows)).transpose(0, 1).flatten(1).sum(-1)  # [B]
         complete = (pending + self._known) // CELL
         keeps = torch.arange(self._cells.shape[0])[:, None] < complete
         state, out = _through_cells(shape, updates.strength is not None, state, rows, queries, keeps)

@@ -55,10 +55,10 @@ std::vector<bool> folded_nodes(const Graph& graph, const Uses& uses, const std::
 }
 
 // What rounds, or goes over numbers of the model in an order: left elsewhere, rows could differ.
-bool is_heavy(const Node& node) {
-  static const char* const kTypes[] = {"MatMul",  "Attention",       "RMSNormalization", "LayerNormalization",
-                                       "Softmax", "RotaryEmbedding", "Sigmoid",          "Tanh",
-                                       "Exp",     "Erf",             "Gelu",             "Softplus"};
+bool rounds(const Node& node) {
+  static const char* const kTypes[] = {
+      "Attention", "Cos", "CumSum", "Erf", "Exp", "Gelu", "LayerNormalization", "Log", "MatMul", "Pow", "Reciprocal",
+      "ReduceSum", "RMSNormalization", "RotaryEmbedding", "Sigmoid", "Sin", "Softmax", "Softplus", "Sqrt", "Tanh"};
   return std::any_of(std::begin(kTypes), std::end(kTypes), [&](const char* type) { return node.type == type; });
 }
 
@@ -123,7 +123,7 @@ std::vector<std::vector<size_t>> claim(const Graph& plain) {
     for (size_t n = 0; n < count; n++) {
       if (!supported[n]) continue;
       groups[size_t(level[n])].push_back(n);
-      if (is_heavy(graph.nodes[n])) worth[size_t(level[n])] = true;
+      if (rounds(graph.nodes[n])) worth[size_t(level[n])] = true;
     }
     std::vector<std::vector<size_t>> chosen;
     for (size_t i = 0; i < groups.size(); i++)

@@ -31,6 +31,8 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
 TOKENS = 16
 SHIPPED = ["llama-near-batch", "qwen3-medusa", "qwen3-mlp", "qwen3-lookahead", "gemma2-self"]
 BUILT = ["int8", "int4 in blocks of 128", "bf16", "int8 gemma2"]
+MORE = ("lfm2_moe", "qwen3_next", "bamba", "mixtral", "deepseek_v3")
+"""Mixtures of experts and hybrids, whose groups of operators lie between experts and convolutions of onnxruntime's."""
 needs_kernels = pytest.mark.skipif(not kernels.LIBRARY.is_file(), reason="the kernels are not compiled")
 
 Said = list[tuple[int, float]]
@@ -103,6 +105,23 @@ def test_texts_are_plain_decodings_bit_for_bit(bundle, name):
 @pytest.mark.exporter
 def test_texts_of_every_precision_are_plain_decodings_bit_for_bit(built):
     assert _differing(built) == []
+
+
+@needs_kernels
+@pytest.mark.exporter
+@pytest.mark.parametrize("family", MORE)
+def test_texts_of_mixtures_and_hybrids_are_plain_decodings_bit_for_bit(tmp_path, family):
+    from specexport.exporter.build import build
+    from specexport.exporter.options import BuildOptions
+    from tests.checkpoints import HYBRIDS, make_checkpoint
+    from tests.test_mixtures import MIXTURES
+
+    model = make_checkpoint(tmp_path / family, family, **(HYBRIDS | MIXTURES)[family])
+    methods = ways(draft=model, sizes=(4,))
+    options = BuildOptions(
+        str(model), tmp_path / "bundle", methods, precision="int8", max_seq_len=128, max_batch_size=2
+    )
+    assert _differing(build(options)) == []
 
 
 @needs_kernels

@@ -239,7 +239,7 @@ def test_suggest_takes_a_bundle(bundle, monkeypatch, cli):
     monkeypatch.setattr("specexport.exporter.suggest._USABLE", (0.5, 50))
     shown = cli("suggest", folder, "--draft", draft.source).out
     assert "other methods need another build of the target, for instance:\n" in shown
-    assert shown.rstrip().endswith(f"--draft {draft.source} --num-speculative-tokens 4 -o bundle/")
+    assert shown.rstrip().endswith(f"--draft {draft.source} --num-speculative-tokens 4 --precision fp32 -o bundle/")
 
 
 # --- without weights --------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Quantization, the weights file, and matrices that are in memory only while they are read."""
 
 import hashlib
+import itertools
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from specexport import LLM, SamplingParams
 from specexport.exporter.build import build
 from specexport.exporter.checkpoints import stored
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
@@ -27,6 +29,7 @@ from specexport.exporter.graph_checks import reference
 from specexport.exporter.options import QUANTIZED, BuildOptions, Storage
 from specexport.exporter.passes.tensorrt import restore_tables
 from specexport.exporter.quantize import apply_scales, column_scales, fit_blocks, fits_half, quantize_blocks
+from specexport.exporter.target import for_checkpoint
 from specexport.exporter.weights import WeightsFile
 from tests.checkpoints import changed, make_checkpoint, make_heads
 from tests.threads import python
@@ -217,6 +220,7 @@ MEASURE = """
 import sys, threading, time
 from pathlib import Path
 import onnxruntime, torch, transformers
+from specexport import LLM, SamplingParams
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 
@@ -327,6 +331,38 @@ def halved(tmp_path: Path) -> Path:
     state = load_file(folder / "model.safetensors")
     changed(folder, {name: tensor.to(torch.bfloat16) for name, tensor in state.items() if tensor.ndim > 1})
     return folder
+
+
+@pytest.mark.parametrize(
+    ("types", "more", "precision"),
+    [
+        (["bfloat16"], {}, "bf16"),
+        (["float16"], {}, "fp16"),
+        (["float16"], {"precision": "stored", "lowering": "portable"}, "fp16"),
+        (["float32"], {}, "fp32"),  # though the configuration says that it was trained in bf16
+        (["bfloat16", "float32"], {}, "fp32"),
+        (["bfloat16"], {"backend": "onnxruntime-cuda"}, "fp32"),
+        (["bfloat16"], {"lowering": "portable"}, "fp32"),
+    ],
+)
+def test_matrices_keep_their_type_by_default(halved, tmp_path, types, more, precision):
+    kinds = itertools.cycle(getattr(torch, name) for name in types)
+    state = load_file(halved / "model.safetensors")
+    weights = {name: tensor.to(next(kinds)) for name, tensor in state.items() if tensor.ndim > 1}
+    target = changed(halved, weights, dtype="bfloat16")
+    assert for_checkpoint(BuildOptions(target=target, output=tmp_path / "bundle", **more)).precision == precision
+
+
+def test_weights_in_bf16_are_those_in_fp32(halved, tmp_path):
+    results, params = [], SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
+    for precision in (None, "fp32"):
+        options = BuildOptions(
+            target=str(halved), output=tmp_path / str(precision), precision=precision, max_seq_len=64
+        )
+        with LLM(str(build(options))) as llm:
+            text = llm.generate({"prompt_token_ids": [5, 6, 7]}, params)[0].outputs[0]
+        results.append((text.token_ids, text.logprobs))
+    assert results[0] == results[1]
 
 
 def hashes(bundle: Path) -> dict[str, str]:

@@ -206,6 +206,15 @@ def quantized_in(folder: Path) -> tuple[str, Kind | Literal["stored"]] | None:
     return quantization(path, read_object(path))
 
 
+def precision_of_matrices(folder: Path) -> Literal["fp32", "fp16", "bf16"]:
+    """The precision that stores the matrices of an unquantized checkpoint unchanged: their type, if all have the same.
+
+    What its configuration says does not count, as it may be the type that the model was trained in.
+    """
+    types = {tensor.dtype for tensor in checkpoint_tensors(folder) if len(tensor.shape) > 1 and tensor.floating}
+    return "bf16" if types == {"BF16"} else "fp16" if types == {"F16"} else "fp32"
+
+
 def load_causal_lm(
     folder: Path, config: Any, *, streamed: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Any], dict[str, StoredTensor]]:

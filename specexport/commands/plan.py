@@ -204,8 +204,7 @@ def suggest_command(command: SuggestOptions) -> int:
     print(shlex.join(["specexport", "bench", target, "--methods", "all"]))
     print("\nother methods need another build of the target" + (", for instance:" if flags else ""))
     if flags:
-        stored = manifest.target.precision.weights
-        flags += [] if stored == "fp32" else ["--precision", stored]
+        flags += ["--precision", manifest.target.precision.weights]
         print(_build(manifest.target.source, flags))
     return 0
 
