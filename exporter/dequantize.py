@@ -59,7 +59,8 @@ def routers(graph: ir.Graph) -> set[ir.Value]:
         if count is not None:
             experts_by_index[node.inputs[1]] = count
         elif node.op_type == "If" and (split := producer(node.inputs[0], "Split")) is not None:
-            experts_by_index[split.inputs[0]] = len(split.outputs)
+            of_each = sum(inner.op_type == "If" for inner in node.attributes["then_branch"].as_graph())
+            experts_by_index[split.inputs[0]] = len(split.outputs) * max(1, of_each)
     for start, experts in experts_by_index.items():
         visited, waiting = set[ir.Value](), [start]
         while waiting:

@@ -18,9 +18,10 @@ from specexport.exporter import trace, trace_cache
 from specexport.exporter.checkpoints import parity
 from specexport.exporter.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from specexport.exporter.checkpoints.config import sizes_of
-from specexport.exporter.dequantize import gathers_experts
+from specexport.exporter.dequantize import gathers_experts, routers
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.source import write_source
+from specexport.exporter.graph_checks import reference
 from specexport.exporter.options import BuildOptions, CompileOptions, Storage
 from specexport.exporter.passes import simplify
 from specexport.exporter.passes.experts import lower_experts
@@ -107,6 +108,20 @@ def test_experts_of_a_cpu_are_products_of_their_own(family):
     for branch in chosen:
         weights = [value.name for node in branch if node.op_type == "MatMul" for value in node.inputs[1:]]
         assert len(weights) == 2 and set(weights) <= branch.initializers.keys()
+
+
+def test_many_experts_are_in_groups_that_run_if_one_of_them_is_chosen(tmp_path):
+    config = {**MIXTURES["qwen3_moe"], "num_experts": 32}
+    loaded = load_checkpoint(str(make_checkpoint(tmp_path, "qwen3_moe", **config)))
+    model = _step_graph(loaded, branches=True)
+    assert [routed.name for routed in routers(model.graph)] == ["model.layers.0.mlp.gate.weight"]
+    groups = [node.attributes["then_branch"].as_graph() for node in model.graph if node.op_type == "If"]
+    assert [sum(node.op_type == "If" for node in group) for group in groups] == [4] * 8
+    ir.save(model, tmp_path / "step.onnx")
+    text = random_text(24, 5)
+    logits = Graph(tmp_path / "step.onnx", loaded, 1, 32).step(np.array([text]), [0], TokenTree.chain(24))[0]
+    expected = reference(loaded, text).logits[0]
+    assert np.abs(logits - expected).max() < TOLERANCE * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,11 @@ from specexport.graphs.ops import EXPERTS_DOMAIN
 _GRAIN = 16
 """Experts multiply all rows or a multiple of this number, which fills onnxruntime's tiles. A row's result then does not
 depend on the number of other rows that chose the expert."""
+
+_MANY, _GROUP = 32, 4
+"""From so many experts on, an If around every few of them saves most Ifs of those that no token chose: each costs some
+6 microseconds."""
+_Route = dict[str, ir.Value]
 
 
 def lower_experts(model: ir.Model, *, branches: bool) -> None:
@@ -36,18 +41,18 @@ def lower_experts(model: ir.Model, *, branches: bool) -> None:
 def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     """Inserts an If for each expert, which adds the expert's output to a running sum; returns the sum ``[N,H]``."""
     _, hidden, rows, products, index, weights = (_required(value) for value in node.inputs)
-    region, nodes = _nodes_between(hidden, rows, products), Nodes(str(node.outputs[0].name))
+    name = str(node.outputs[0].name)
+    region, nodes = _nodes_between(hidden, rows, products), Nodes(name)
     stacks = {value: stack for source in region for value in source.inputs if (stack := _stack(value)) is not None}
     tensors = {stack: _required(stack.const_value) for stack in stacks.values()}
     read = functools.lru_cache(len(tensors))(lambda stack: tensors[stack].numpy())  # once for all experts of a stack
     count = _sizes(next(iter(stacks.values())))[0]
-    routes = _routes(graph, nodes, hidden, index, weights, count)
-    total = nodes.op("Mul", [hidden, constant(graph, "experts.nothing", np.array(0, np.float32))], "nothing")
     axis = constant(graph, "experts.2", np.array([2]))
-    for expert, (used, tokens_of, chosen, share) in enumerate(routes):
-        branch = Nodes(f"{nodes.name}.{expert}")
+
+    def add_expert(nodes: Nodes, total: ir.Value, expert: int, route: _Route) -> ir.Value:
+        branch = Nodes(f"{name}.{expert}")
         # [1,M]: the expert's tokens, then others.
-        _, token = branch.outputs("TopK", [chosen, tokens_of], ["best", "token"])
+        _, token = branch.outputs("TopK", [route["chosen"], route["rows"]], ["best", "token"])
         matrices = {stack: _expert(stack, expert, read) for stack in stacks.values()}
         mapped: dict[Any, ir.Value] = {value: matrices[stack] for value, stack in stacks.items()}
         mapped[rows] = branch.op("Gather", [hidden, token], "rows", axis=0)
@@ -58,50 +63,82 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
                 ir.Node(source.domain, source.op_type, inputs, source.attributes.values(), outputs=outputs)
             )
             mapped |= zip(source.outputs, outputs, strict=True)
-        weight = branch.op("GatherElements", [share, token], "share", axis=1)
+        weight = branch.op("GatherElements", [route["shares"], token], "share", axis=1)
         weighted = branch.op("Mul", [mapped[products], branch.op("Unsqueeze", [weight, axis], "shares")], "weighted")
         place = branch.op("Unsqueeze", [token, axis], "place")
         summed = branch.op("ScatterND", [total, place, weighted], "sum", reduction="add")
-        unchanged = op("Identity", [total], f"{branch.name}.kept")
-        total = nodes.op(
-            "If",
-            [used],
-            str(expert),
-            then_branch=ir.Graph([], [summed], nodes=branch.list, initializers=list(matrices.values()), name="chosen"),
-            else_branch=ir.Graph([], unchanged.outputs, nodes=[unchanged], name="not_chosen"),
-        )
+        return _if(nodes, route["used"], total, branch, summed, matrices.values())
+
+    def add_experts(nodes: Nodes, total: ir.Value, first: int, number: int, routes: _Route) -> ir.Value:
+        for expert, route in enumerate(_divided(graph, nodes, routes, number, 1), first):
+            total = add_expert(nodes, total, expert, route)
+        return total
+
+    routes = _routes(graph, nodes, hidden, index, weights, count)
+    total = nodes.op("Mul", [hidden, constant(graph, "experts.nothing", np.array(0, np.float32))], "nothing")
+    if count < _MANY or count % _GROUP:
+        total = add_experts(nodes, total, 0, count, routes)
+    else:
+        for group, route in enumerate(_divided(graph, nodes, routes, count // _GROUP, _GROUP)):
+            branch, of_group = Nodes(f"{name}.group.{group}"), {key: route[key] for key in routes}
+            summed = add_experts(branch, total, group * _GROUP, _GROUP, of_group)
+            total = _if(nodes, route["used"], total, branch, summed)
     graph.insert_before(node, nodes.list)
     return total
 
 
 def _routes(
     graph: ir.Graph, nodes: Nodes, hidden: ir.Value, index: ir.Value, weights: ir.Value, experts: int
-) -> Iterator[tuple[ir.Value, ...]]:
-    """Which tokens take part in each expert's products: whether any, how many, ``[1]``, who chose it, and their shares.
+) -> _Route:
+    """Which tokens take part in each expert's products: how many, ``[E]``, who chose it, and their shares, ``[E,N]``.
 
-    ``index`` and ``weights`` are the experts of each token and their weights, ``[N,k]``; both results are ``[1,N]``.
+    ``index`` and ``weights`` are the experts of each token and their weights, ``[N,k]``.
     """
-
-    def number(value: int) -> ir.Value:
-        return constant(graph, f"experts.{value}", np.array([value]))
-
     ids = constant(graph, f"experts.ids.{experts}", np.arange(experts)[:, None, None])
     same = nodes.op("Equal", [index, ids], "same")
     selected = nodes.op("Cast", [same], "chose", to=ir.DataType.FLOAT.value)  # [E,N,k]
-    chosen = nodes.op("ReduceMax", [selected, number(2)], "chosen", keepdims=0)  # [E,N]
-    shares = nodes.op("ReduceSum", [nodes.op("Mul", [selected, weights], "weighted"), number(2)], "shares", keepdims=0)
-    counts = nodes.op("ReduceSum", [chosen, number(1)], "counts", keepdims=0)
+    weighted, last, rows = nodes.op("Mul", [selected, weights], "weighted"), _number(graph, 2), _number(graph, 1)
+    chosen = nodes.op("ReduceMax", [selected, last], "chosen", keepdims=0)  # [E,N]
+    shares = nodes.op("ReduceSum", [weighted, last], "shares", keepdims=0)
+    counts = nodes.op("ReduceSum", [chosen, rows], "counts", keepdims=0)
     sizes = nodes.op("Cast", [counts], "sizes", to=ir.DataType.INT64.value)
-    tiles = nodes.op("Div", [nodes.op("Add", [sizes, number(_GRAIN - 1)], "up"), number(_GRAIN)], "tiles")
+    up, grain = nodes.op("Add", [sizes, _number(graph, _GRAIN - 1)], "up"), _number(graph, _GRAIN)
+    tiles = nodes.op("Mul", [nodes.op("Div", [up, grain], "tiles"), grain], "full")
     tokens = nodes.op("Shape", [hidden], "tokens", start=0, end=1)
-    taking_part = nodes.op("Min", [nodes.op("Mul", [tiles, number(_GRAIN)], "full"), tokens], "rows")
-    used = nodes.op("Cast", [taking_part], "used", to=ir.DataType.BOOL.value)
-    of_all = {"used": used, "rows": taking_part, "chosen": chosen, "shares": shares}
-    by_expert = (
-        nodes.outputs("Split", [value], [f"{name}.{n}" for n in range(experts)], axis=0, num_outputs=experts)
-        for name, value in of_all.items()
+    return {"rows": nodes.op("Min", [tiles, tokens], "rows"), "chosen": chosen, "shares": shares}
+
+
+def _divided(graph: ir.Graph, nodes: Nodes, routes: _Route, parts: int, size: int) -> Iterator[_Route]:
+    """Equal parts of what is known about ``parts * size`` experts, each with whether any of its experts is used."""
+    most = routes["rows"]
+    if size > 1:
+        apart = constant(graph, f"experts.of.{size}", np.array([parts, size]))
+        by_part = nodes.op("Reshape", [most, apart], f"{most.name}.by_part")
+        most = nodes.op("ReduceMax", [by_part, _number(graph, 1)], f"{most.name}.most", keepdims=0)
+    used = nodes.op("Cast", [most], f"{most.name}.used", to=ir.DataType.BOOL.value)
+    divided = [
+        nodes.outputs("Split", [value], [f"{value.name}.{n}" for n in range(parts)], axis=0, num_outputs=parts)
+        for value in (used, *routes.values())
+    ]
+    return (dict(zip(("used", *routes), part, strict=True)) for part in zip(*divided, strict=True))
+
+
+def _if(
+    nodes: Nodes, used: ir.Value, total: ir.Value, branch: Nodes, summed: ir.Value, weights: Iterable[ir.Value] = ()
+) -> ir.Value:
+    """Adds an If, which runs ``branch`` to get its result from ``total``, or keeps the total."""
+    unchanged = op("Identity", [total], f"{branch.name}.kept")
+    return nodes.op(
+        "If",
+        [used],
+        f"{branch.name}.after",
+        then_branch=ir.Graph([], [summed], nodes=branch.list, initializers=list(weights), name="chosen"),
+        else_branch=ir.Graph([], unchanged.outputs, nodes=[unchanged], name="not_chosen"),
     )
-    return zip(*by_expert, strict=True)
+
+
+def _number(graph: ir.Graph, value: int) -> ir.Value:
+    return constant(graph, f"experts.{value}", np.array([value]))
 
 
 def _required(value: Any) -> Any:
