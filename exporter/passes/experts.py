@@ -13,10 +13,6 @@ import onnx_ir.passes.common as passes
 from specexport.exporter.passes.editing import Nodes, ancestors, constant, op, producer
 from specexport.graphs.ops import EXPERTS_DOMAIN
 
-_GRAIN = 16
-"""Experts multiply all rows or a multiple of this number, which fills onnxruntime's tiles. A row's result then does not
-depend on the number of other rows that chose the expert."""
-
 _MANY, _GROUP = 32, 4
 """From so many experts on, an If around every few of them saves most Ifs of those that no token chose: each costs some
 6 microseconds."""
@@ -51,7 +47,7 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
 
     def add_expert(nodes: Nodes, total: ir.Value, expert: int, route: _Route) -> ir.Value:
         branch = Nodes(f"{name}.{expert}")
-        # [1,M]: the expert's tokens, then others.
+        # [1,M]: the expert's tokens.
         _, token = branch.outputs("TopK", [route["chosen"], route["rows"]], ["best", "token"])
         matrices = {stack: _expert(stack, expert, read) for stack in stacks.values()}
         mapped: dict[Any, ir.Value] = {value: matrices[stack] for value, stack in stacks.items()}
@@ -74,7 +70,7 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
             total = add_expert(nodes, total, expert, route)
         return total
 
-    routes = _routes(graph, nodes, hidden, index, weights, count)
+    routes = _routes(graph, nodes, index, weights, count)
     total = nodes.op("Mul", [hidden, constant(graph, "experts.nothing", np.array(0, np.float32))], "nothing")
     if count < _MANY or count % _GROUP:
         total = add_experts(nodes, total, 0, count, routes)
@@ -87,10 +83,8 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     return total
 
 
-def _routes(
-    graph: ir.Graph, nodes: Nodes, hidden: ir.Value, index: ir.Value, weights: ir.Value, experts: int
-) -> _Route:
-    """Which tokens take part in each expert's products: how many, ``[E]``, who chose it, and their shares, ``[E,N]``.
+def _routes(graph: ir.Graph, nodes: Nodes, index: ir.Value, weights: ir.Value, experts: int) -> _Route:
+    """How many tokens chose each expert, ``[E]``, which, and their shares, ``[E,N]``.
 
     ``index`` and ``weights`` are the experts of each token and their weights, ``[N,k]``.
     """
@@ -101,11 +95,7 @@ def _routes(
     chosen = nodes.op("ReduceMax", [selected, last], "chosen", keepdims=0)  # [E,N]
     shares = nodes.op("ReduceSum", [weighted, last], "shares", keepdims=0)
     counts = nodes.op("ReduceSum", [chosen, rows], "counts", keepdims=0)
-    sizes = nodes.op("Cast", [counts], "sizes", to=ir.DataType.INT64.value)
-    up, grain = nodes.op("Add", [sizes, _number(graph, _GRAIN - 1)], "up"), _number(graph, _GRAIN)
-    tiles = nodes.op("Mul", [nodes.op("Div", [up, grain], "tiles"), grain], "full")
-    tokens = nodes.op("Shape", [hidden], "tokens", start=0, end=1)
-    return {"rows": nodes.op("Min", [tiles, tokens], "rows"), "chosen": chosen, "shares": shares}
+    return {"rows": nodes.op("Cast", [counts], "rows", to=ir.DataType.INT64.value), "chosen": chosen, "shares": shares}
 
 
 def _divided(graph: ir.Graph, nodes: Nodes, routes: _Route, parts: int, size: int) -> Iterator[_Route]:
