@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from specexport.contract.errors import UNREADABLE, SpecExportError, explained
 
-MAX_NODES = 128
+MAX_NODES = 256
 _MAX_FILE = 1 << 20
 PRESETS: dict[str, str] = msgspec.json.decode(Path(__file__).with_name("trees.json").read_bytes())
 """Trees of 63 nodes and the root that Medusa's authors found for their models (FasterDecoding/Medusa): ``stage1`` for

@@ -246,7 +246,7 @@ def test_sizes_that_are_built():
         ("fast", "expected W,N,G or one of gpu, cpu, small, medium, large"),
         ("1,2,x", "expected W,N,G or one of gpu, cpu, small, medium, large"),
         ("0,3,1", "W and G are at least 1"),
-        ("16,5,17", "132 nodes a step, at most 128"),
+        ("32,5,33", "260 nodes a step, at most 256"),
         ("2,5,2", "window 2, with n-grams of 5; the window fills only with 3"),
     ):
         with pytest.raises(BuildError, match=reason):
