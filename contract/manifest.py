@@ -29,7 +29,8 @@ Penalty = Annotated[float, Meta(ge=0.01, le=100.0)]
 _Suppressed = tuple[Annotated[int, Meta(ge=-_MOST, le=_MOST)], ...]
 FORMAT_VERSION = 9
 MANIFEST_NAME = "specexport.json"
-_FILTERS = frozenset({"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"})
+FILTERS = frozenset({"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"})
+"""Rules that affect sampling only."""
 _LONGEST = 80
 """Most characters of a setting's value in a message."""
 DEFAULT_TEMPLATE = "default"
@@ -83,7 +84,7 @@ class GenerationRules(Strict, frozen=True):
     @property
     def change_logits(self) -> bool:
         """Whether logits change before anything is sampled."""
-        return self._set({*self.__struct_fields__} - {"max_length", *_FILTERS})
+        return self._set({*self.__struct_fields__} - {"max_length", *FILTERS})
 
     @property
     def tokens(self) -> dict[str, tuple[int, ...]]:
@@ -99,7 +100,7 @@ class GenerationRules(Strict, frozen=True):
     @property
     def filter_tokens(self) -> bool:
         """Whether some filter drops tokens by their probabilities."""
-        return self._set(_FILTERS)
+        return self._set(FILTERS)
 
     def _set(self, names: Collection[str]) -> bool:
         return any(getattr(self, name) != getattr(NO_RULES, name) for name in names)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from specexport.contract import tensors
-from specexport.contract.errors import BuildError
+from specexport.contract.errors import BackendError, BuildError
 from specexport.contract.model import LoweredAs, Model, Quality
 from specexport.contract.signature import GraphSignature, cache_inputs, caches, embedding_inputs
 from specexport.contract.tree import TokenTree
@@ -21,8 +21,8 @@ from specexport.exporter.checkpoints.checkpoint import Checkpoint, plain_transfo
 from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import read_weights
 from specexport.runtime.backends.onnxruntime.segments import open_whole
-from specexport.runtime.backends.onnxruntime.session import MINIMUM
-from specexport.runtime.machine import available_cores, disable_telemetry
+from specexport.runtime.backends.onnxruntime.session import import_onnxruntime
+from specexport.runtime.machine import available_cores
 from specexport.runtime.states import KeptStates, cell_rows
 
 Array = npt.NDArray[Any]
@@ -48,12 +48,9 @@ def require_finite(folder: Path, model: Model, signature: GraphSignature, loweri
         BuildError: an output has numbers that are not finite; names the graph and the output.
         BackendError: onnxruntime refuses the graph.
     """
-    disable_telemetry()
     try:
-        import onnxruntime
-    except ImportError:
-        return
-    if tuple(int(part) for part in onnxruntime.__version__.split(".")[:2]) < MINIMUM[lowering]:
+        import_onnxruntime(lowering)
+    except BackendError:
         return
     session = open_whole(folder.joinpath, model, lowering, available_cores())
     inputs = {str(tensor): tensor.array(_PROBED_SIZES) for tensor in (*signature.inputs, *cache_inputs(model))}

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Meta
 
 from specexport.contract.errors import BuildError, explained
-from specexport.contract.manifest import NO_RULES, GenerationDefaults, GenerationRules, Length, Penalty, Whole
+from specexport.contract.manifest import FILTERS, NO_RULES, GenerationDefaults, GenerationRules, Length, Penalty, Whole
 from specexport.contract.model import Count, Probability
 from specexport.exporter.checkpoints.documents import CONFIG, GENERATION, read_object
 
@@ -21,8 +21,6 @@ _MAX_VOCABULARY = 1 << 24
 _MAX_BIAS = 1e30
 """Represents infinity, which a manifest cannot store."""
 _RULES = {field.name for field in msgspec.structs.fields(GenerationRules)}
-_FILTERS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Rules that affect sampling only."""
 
 
 class _GenerationConfig(msgspec.Struct):
@@ -83,7 +81,7 @@ def _defaults(path: Path, document: dict[str, Any], vocab_size: int) -> tuple[Ge
         drawn = {name: getattr(read, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         values = {"temperature": 1.0} | {name: value for name, value in drawn.items() if value is not None}
     else:
-        rules = msgspec.structs.replace(rules, **{name: getattr(NO_RULES, name) for name in _FILTERS})
+        rules = msgspec.structs.replace(rules, **{name: getattr(NO_RULES, name) for name in FILTERS})
     if read.repetition_penalty is not None:
         values["repetition_penalty"] = read.repetition_penalty
     if read.max_new_tokens is not None:

@@ -31,7 +31,7 @@ _OUT_OF_MEMORY = ("bad_alloc", "Cannot allocate memory", "Resource temporarily u
 _SESSIONS: weakref.WeakSet[Any] = weakref.WeakSet()
 """All sessions of this process."""
 
-MINIMUM: dict[LoweredAs, tuple[int, int]] = {"native": (1, 28), "portable": (1, 23)}
+_MINIMUM: dict[LoweredAs, tuple[int, int]] = {"native": (1, 28), "portable": (1, 23)}
 """Releases before 1.28 compute TensorScatter, and Attention with fully masked rows, wrongly; releases before 1.23 were
 not tested."""
 
@@ -48,13 +48,13 @@ def import_onnxruntime(lowering: LoweredAs) -> Any:
     except ImportError as error:  # such as too little memory, or a C library that is too old
         raise BackendError(f"onnxruntime is installed, but could not be loaded: {error}") from error
     version = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
-    minimum = MINIMUM[lowering]
+    minimum = _MINIMUM[lowering]
     if version < minimum:
         instead = "; there is none for Python 3.10, where bundles built with --lowering portable run"
         raise BackendError(
             f"onnxruntime {onnxruntime.__version__} is too old for a bundle of the {lowering} lowering; expected "
             f"{minimum[0]}.{minimum[1]} or newer. Upgrade with: pip install -U 'specexport[cpu]'"
-            + (instead if version >= MINIMUM["portable"] else "")
+            + (instead if version >= _MINIMUM["portable"] else "")
         )
     return onnxruntime
 
