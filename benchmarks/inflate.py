@@ -311,9 +311,7 @@ def inflate_heads(source: Path, out: Path, small: Path, large: Path, seed: int =
             else:
                 parameter[: old.hidden] = weight
     accuracy = outline.accuracy
-    save_medusa(
-        out, inflated, torch.empty(0), base=large.name, accuracy=accuracy, dtype=torch.float32, compatible=False
-    )
+    save_medusa(out, inflated, torch.empty(0), base=large.name, accuracy=accuracy, compatible=False)
 
 
 def inflate_speculator(source: Path, out: Path, small: Path, large: Path, seed: int = 0) -> None:
@@ -354,7 +352,7 @@ def inflate_speculator(source: Path, out: Path, small: Path, large: Path, seed: 
             if not name.startswith("head"):
                 written *= tiny
             parameter[: weight.shape[0], : weight.shape[1]] = weight * scale
-    save_speculator(out, inflated, widths=outline.widths, accuracy=outline.accuracy, dtype=torch.float32)
+    save_speculator(out, inflated, widths=outline.widths, accuracy=outline.accuracy)
 
 
 def inflate_states_draft(source: Path, out: Path, small: Path, large: Path, seed: int = 0) -> None:
@@ -460,7 +458,7 @@ def compare(source: Path, out: Path, prompts: list[list[int]]) -> Agreement:
 def _logits(folder: Path, prompts: list[list[int]]) -> Iterator[torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     for prompt in prompts:
         # Not around the yield: two such generators taken in turns would restore each other's mode.
         with torch.no_grad():

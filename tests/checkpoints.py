@@ -265,7 +265,7 @@ def make_heads(folder: Path, checkpoint: Path, heads: int, *, tied: bool) -> Pat
                 y = torch.nn.functional.one_hot(ahead.reshape(-1), vocab).float()
                 gram = x.T @ x + 0.1 * torch.eye(hidden)
                 medusa[index][-1].weight.copy_(torch.linalg.solve(gram, x.T @ y).T)
-    save_medusa(folder, medusa, head.weight, base=str(checkpoint), dtype=torch.float32)
+    save_medusa(folder, medusa, head.weight, base=str(checkpoint))
     return folder
 
 
@@ -297,7 +297,7 @@ def make_speculator(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    save_speculator(folder, speculator, dtype=torch.float32)
+    save_speculator(folder, speculator)
     return folder
 
 

@@ -255,7 +255,7 @@ def test_the_loss_is_that_of_blocks_by_the_formulas(target, options, tmp_path):
     torch.manual_seed(0)
     loaded = load_model(str(target), CPU, frozen=True)
     draft = new_draft(options(intermediate_size=48), loaded, STATES)
-    save_dflash(tmp_path / "draft", draft, STATES, 2, dtype=torch.float32)
+    save_dflash(tmp_path / "draft", draft, STATES, 2)
     anchors = torch.tensor([[0, 3, 6], [1, 5, 7]])
     texts: list[torch.Tensor] = []
     hook = draft.lm_head.register_forward_hook(lambda _module, _args, output: texts.append(output))

@@ -320,7 +320,7 @@ def test_the_loss_is_that_of_drafting_from_every_token_by_the_formulas(target, o
     torch.manual_seed(0)
     loaded = load_model(str(target), CPU, frozen=True)
     draft = new_draft(settings, loaded, STATES, windows)
-    save_eagle3(tmp_path / "draft", draft, STATES, tied=False, dtype=torch.float32)
+    save_eagle3(tmp_path / "draft", draft, STATES, tied=False)
     texts: list[torch.Tensor] = []
     hook = draft.lm_head.register_forward_hook(lambda _module, _args, output: texts.append(output))
     loss, _ = weighted_loss(draft_losses(draft, loaded.model, STATES, windows.rows(torch.arange(2)), steps), decay)

@@ -67,7 +67,7 @@ def logits(heads: MedusaHeads, lm_head: torch.Tensor) -> torch.Tensor:
 def test_written_files_are_read_back(tmp_path, layers, tied):
     heads, lm_head = random_heads(layers, tied=tied), torch.randn(V, H)
     tree = [[0], [1], [0, 0]]
-    save_medusa(tmp_path, heads, lm_head, base="x", accuracy=ACCURACY, dtype=torch.float32)
+    save_medusa(tmp_path, heads, lm_head, base="x", accuracy=ACCURACY)
     outline = read_medusa(Path(changed(tmp_path, medusa_choices=tree)))
     assert (outline.count, outline.layers, outline.tied) == (HEADS, layers, tied)
     assert outline.tree == TokenTree.from_choices(tree)

@@ -168,9 +168,7 @@ def _refuse_variants(path: Path, config: _Config, nested: _Nested) -> None:
             )
 
 
-def save_dflash(
-    folder: Path, draft: DFlashDraft, states: Sequence[int], layers: int, *, dtype: torch.dtype = torch.float16
-) -> None:
+def save_dflash(folder: Path, draft: DFlashDraft, states: Sequence[int], layers: int) -> None:
     """Writes a draft in z-lab's layout, without the embedding and head, which are the target's.
 
     It has full attention and the target's whole vocabulary. ``states`` are the numbers of layers, each at least 1,
@@ -188,11 +186,9 @@ def save_dflash(
         },
         "num_target_layers": layers,
         "tie_word_embeddings": True,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(draft.fc.weight.dtype).removeprefix("torch."),
     }
-    state = {
-        name: tensor.detach().to(dtype) for name, tensor in draft.named_parameters() if name not in (EMBEDDING, HEAD)
-    }
+    state = {name: tensor.detach() for name, tensor in draft.named_parameters() if name not in (EMBEDDING, HEAD)}
     save_head_tensors(folder, config, state)
 
 

@@ -49,7 +49,7 @@ def train_dflash(options: DFlashTraining, log: Log) -> dict[str, Any]:
             (),
             losses,
             options.draft_block - 1,
-            lambda folder: save_dflash(folder, draft.cpu(), states, target.layers),
+            lambda folder: save_dflash(folder, draft.cpu().half(), states, target.layers),
             read_dflash,
         )
     return run.record

@@ -157,9 +157,7 @@ def read_eagle3(source: str) -> Eagle3Outline:
     return outline
 
 
-def save_eagle3(
-    folder: Path, draft: Eagle3Draft, states: Sequence[int], *, tied: bool, dtype: torch.dtype = torch.float16
-) -> None:
+def save_eagle3(folder: Path, draft: Eagle3Draft, states: Sequence[int], *, tied: bool) -> None:
     """Writes a draft of one Llama layer, with all switches off, in EAGLE's layout, without the target's embedding.
 
     ``states`` are the numbers of layers after which it reads the target's residual stream; ``tied`` leaves out the head
@@ -173,7 +171,7 @@ def save_eagle3(
         "rope_theta": layer.rope_parameters["rope_theta"],
         "draft_vocab_size": draft.lm_head.out_features,
         "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": str(draft.fc.weight.dtype).removeprefix("torch."),
         "eagle_aux_hidden_state_layer_ids": list(states),
     }
     if min(states) > 0:  # SpecForge and SGLang count this way; vLLM reads the top-level field
@@ -181,7 +179,7 @@ def save_eagle3(
         config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": below}
     omitted = {EMBEDDING, *({HEAD} if tied else ())}
     state = {
-        _FIRST + name.removeprefix(_SAME_AS) if name.startswith(_SAME_AS) else name: tensor.detach().to(dtype)
+        _FIRST + name.removeprefix(_SAME_AS) if name.startswith(_SAME_AS) else name: tensor.detach()
         for name, tensor in draft.named_parameters()
         if name not in omitted
     }

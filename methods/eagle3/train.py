@@ -47,7 +47,7 @@ def train_eagle3(options: Eagle3Training, log: Log) -> dict[str, Any]:
 
         def save(folder: Path) -> None:
             parametrize.remove_parametrizations(draft.fc, "weight")
-            save_eagle3(folder, draft.cpu(), states, tied=options.tie_lm_head)
+            save_eagle3(folder, draft.cpu().half(), states, tied=options.tie_lm_head)
 
         train_and_write(
             run,

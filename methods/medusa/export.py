@@ -172,7 +172,6 @@ def save_medusa(
     *,
     base: str,
     accuracy: HeadAccuracy | None = None,
-    dtype: torch.dtype = torch.float16,
     compatible: bool = True,
 ) -> None:
     """Writes heads in our layout and, in a subfolder, in the layout of ``FasterDecoding/Medusa``.
@@ -182,28 +181,22 @@ def save_medusa(
         compatible: whether to write the subfolder; for tied heads it is many times larger than the rest.
     """
     config = _config(heads, base) | {"tie_lm_head": heads.tied, **accuracy_config(accuracy)}
-    save_head_tensors(folder, config, _state(heads, dtype), f"{WEIGHTS}.safetensors")
+    save_head_tensors(folder, config, heads.state_dict(), f"{WEIGHTS}.safetensors")
     if compatible:
-        save_compatible(folder / COMPATIBLE, heads, lm_head, base=base, dtype=dtype)
+        save_compatible(folder / COMPATIBLE, heads, lm_head, base=base)
 
 
-def save_compatible(
-    folder: Path, heads: MedusaHeads, lm_head: torch.Tensor, *, base: str, dtype: torch.dtype = torch.float16
-) -> None:
+def save_compatible(folder: Path, heads: MedusaHeads, lm_head: torch.Tensor, *, base: str) -> None:
     """Writes heads in the layout of ``FasterDecoding/Medusa``, each with a projection; see :func:`save_medusa`."""
-    full = _state(heads, dtype)
+    full = heads.state_dict()
     if heads.tied:
         for head in range(len(heads)):
             name = f"{head}.{heads.layers}.weight"
-            full[name] = (lm_head.detach().float() @ heads.state_dict()[name].float()).to(dtype)
+            full[name] = (lm_head.detach().float() @ full[name].float()).to(full[name].dtype)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(_config(heads, base), indent=2) + "\n", encoding="utf-8")
     with (folder / f"{WEIGHTS}.pt").open("wb") as file:
         torch.save(full, file)
-
-
-def _state(heads: MedusaHeads, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().to(dtype) for name, tensor in heads.state_dict().items()}
 
 
 def _config(heads: MedusaHeads, base: str) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def train_medusa(options: MedusaTraining, log: Log) -> dict[str, Any]:
         with run.output() as folder:
             if options.stage == 1:
                 weight = base.model.get_output_embeddings().weight.cpu()
-                save_medusa(folder, heads.cpu(), weight, base=options.target, accuracy=accuracy)
+                save_medusa(folder, heads.cpu().half(), weight, base=options.target, accuracy=accuracy)
             else:
                 _save_together(folder, base, heads.cpu(), accuracy, str(options.output))
     return run.record
@@ -190,6 +190,6 @@ def _save_together(folder: Path, base: TrainingModel, heads: MedusaHeads, accura
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     lm_head = model.get_output_embeddings().weight
     if heads.tied:
-        save_compatible(folder / COMPATIBLE, heads, lm_head, base=name)
+        save_compatible(folder / COMPATIBLE, heads.half(), lm_head, base=name)
     read_medusa(folder).load(hidden=heads.hidden, vocab=heads.vocab)
     load_checkpoint(str(folder))

@@ -183,7 +183,6 @@ def save_speculator(
     *,
     widths: Sequence[int] | None = None,
     accuracy: HeadAccuracy | None = None,
-    dtype: torch.dtype = torch.float16,
 ) -> None:
     """Writes a speculator in the layout of ``fms-extras`` and vLLM; tied tensors are stored once.
 
@@ -202,14 +201,11 @@ def save_speculator(
         "n_candidates": 5,
         "scale_input": speculator.scale_input,
         "tie_weights": speculator.tied,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": str(next(speculator.parameters()).dtype).removeprefix("torch."),
         **accuracy_config(accuracy),
     }
-    save_head_tensors(
-        folder,
-        config,
-        {f"{_PREFIX}{name}": tensor.detach().to(dtype) for name, tensor in speculator.named_parameters()},
-    )
+    state = {f"{_PREFIX}{name}": tensor.detach() for name, tensor in speculator.named_parameters()}
+    save_head_tensors(folder, config, state)
 
 
 class MlpSpeculatorExporter(MethodExporter[MlpSpeculatorOptions, MlpSpeculator]):

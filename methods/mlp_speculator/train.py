@@ -46,7 +46,7 @@ def train_mlp_speculator(options: SpeculatorTraining, log: Log) -> dict[str, Any
         run.record["stage_accuracy"] = accuracy.ranks
         run.record["acceptance_length"] = accuracy.chain_length
         with run.output() as folder:
-            save_speculator(folder, speculator.cpu(), accuracy=accuracy)
+            save_speculator(folder, speculator.cpu().half(), accuracy=accuracy)
     return run.record
 
 
