@@ -20,12 +20,11 @@ from benchmarks.inflate import inflate_speculator, inflate_states_draft
 from benchmarks.pair import built, inflated_draft, inflated_heads, inflated_pair
 from specexport.contract.reading import read_manifest
 from specexport.contract.tree import TokenTree
-from specexport.exporter.set_tree import set_default_tree
 from specexport.runtime import Completion, Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN
 from specexport.tables import Table, show
-from specexport.tree_search import candidates, observe, step_costs
+from specexport.tree_search import candidates, observe, set_default_tree, step_costs
 
 SIZES = (2, 3, 4, 5, 6, 8, 12, 16)
 CHAINS = (1, 2, 3, 4, 6, 8)

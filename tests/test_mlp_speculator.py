@@ -29,7 +29,6 @@ from specexport.exporter.engines.compiler import compile_graph, load_library
 from specexport.exporter.engines.source import model_jobs, write_source
 from specexport.exporter.method import TargetInfo, exporter_of
 from specexport.exporter.options import BuildOptions
-from specexport.exporter.set_tree import set_default_tree
 from specexport.methods.mlp_speculator import MlpSpeculator, MlpSpeculatorProposer, SpeculatorTraining
 from specexport.methods.mlp_speculator.export import read_speculator, trace_speculator
 from specexport.methods.mlp_speculator.train import new_speculator, stage_losses
@@ -38,7 +37,7 @@ from specexport.runtime.backend import RunShape
 from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN
 from specexport.training.predictions import measure_over_hidden
-from specexport.tree_search import record_proposals
+from specexport.tree_search import record_proposals, set_default_tree
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, changed, make_checkpoint, make_model, make_speculator
 from tests.reference import draw_candidates

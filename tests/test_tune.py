@@ -20,7 +20,7 @@ from specexport.contract.tree import TokenTree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.request import Stats
-from specexport.tree_search import Observed, candidates, observe, record_proposals, step_costs
+from specexport.tree_search import Observed, candidates, observe, record_proposals, set_default_tree, step_costs
 from tests.manifests import rewritten
 from tests.test_bundle import compiled
 
@@ -148,8 +148,6 @@ def test_tuning_writes_the_tree_into_the_bundle(bundle, name, tmp_path, data, cl
 
 @pytest.mark.exporter
 def test_a_tree_the_bundle_has_no_room_for(bundle, tmp_path):
-    from specexport.exporter.set_tree import set_default_tree
-
     folder = copytree(bundle("qwen3-medusa"), tmp_path / "bundle")
     wide = TokenTree.best(lambda path: 0.5 ** sum(rank + 1 for rank in path), 128, 10, 3)
     before = (folder / "specexport.json").read_bytes()

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from specexport.building import exporter, progress_bars
 from specexport.commands import Command, MeasuringOptions, read_text, report
@@ -19,16 +19,20 @@ from specexport.contract.methods import Method
 from specexport.contract.options import option
 from specexport.contract.reading import changing
 from specexport.contract.values import counted
-from specexport.exporter.set_tree import require_replaceable_trees, set_default_tree
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.machine import cache_folder
 from specexport.runtime.speculation.costs import Cost, CostCurve
 from specexport.runtime.speculation.timing import MOST_NOISE, stored_costs
 from specexport.tables import Styled, Table
-
-if TYPE_CHECKING:
-    from specexport.tree_search import TreeCandidate
+from specexport.tree_search import (
+    TreeCandidate,
+    candidates,
+    observe,
+    require_replaceable_trees,
+    set_default_tree,
+    step_costs,
+)
 
 
 class _TreeOptions(MeasuringOptions, frozen=True, kw_only=True):
@@ -77,8 +81,6 @@ def _tree_command(command: _TreeOptions) -> int:
     Example:
         specexport tune tree qwen3/ --data held-out.jsonl --dry-run --plot tree.html
     """
-    from specexport import tree_search
-
     if not command.dry_run:
         exporter("changing a bundle's tree")
     bundle = Bundle.open(command.bundle)
@@ -100,13 +102,13 @@ def _tree_command(command: _TreeOptions) -> int:
             params = SamplingParams(
                 temperature=command.temperature, max_tokens=command.max_tokens, seed=0, ignore_eos=True
             )
-            observed = tree_search.observe(engine, name, prompts, params, bars)
+            observed = observe(engine, name, prompts, params, bars)
             device = engine.backend.device
         # The widest step that fits after the longest context, and the rows halfway through the decoded text.
         widest = max(point.cache for point in manifest.target.graph.points) - manifest.max_seq_len + 1
         rows = min(command.prompt_tokens + command.max_tokens // 2, manifest.max_seq_len - 1)
-        costs = tree_search.step_costs(bundle, rows, min(command.max_nodes, widest), command.threads, bars)
-    ranked = tree_search.candidates(method, observed, costs)
+        costs = step_costs(bundle, rows, min(command.max_nodes, widest), command.threads, bars)
+    ranked = candidates(method, observed, costs)
     if not ranked:
         raise RequestError("no candidate was right on this text, so no tree helps; the bundle is unchanged")
     best, table = ranked[0], _table(name, ranked, costs)
