@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -198,20 +198,39 @@ class SlotProposer(Proposer, Generic[State]):
         self._slots.pop(slot, None)
 
 
-class ReadingProposer(Proposer):
-    """A proposer that keeps its draft's cache up to date with the texts of all slots.
+class DraftProposer(Proposer):
+    """A proposer whose draft has a cache with rows of the texts of all slots.
 
     A comparison of tokens tells which rows are valid. So rejections need no notice, and the next request in a slot
     reuses the rows of a shared prefix.
 
     Attributes:
         graph: the draft's graph.
+        without_row: number of a text's last tokens that have no row.
     """
+
+    without_row: ClassVar[int] = 0
 
     def __init__(self, graph: Graph, chunk: int) -> None:
         self.graph = graph
         self._chunk = chunk
         self._texts: dict[int, list[int]] = {}
+
+    def move(self, source: int, to: int) -> None:
+        self.share(source, to, len(self._texts.get(source, ())))
+
+    def share(self, source: int, to: int, tokens: int) -> None:
+        text = self._texts.get(source, [])[:tokens]
+        rows = max(0, min(len(text) - self.without_row, self.graph.filled(source)))
+        self.graph.copy(source, to, rows)
+        self._texts[to] = text[: rows + self.without_row]
+
+    def shrink_cache(self, rows: int) -> None:
+        self.graph.shrink_cache(rows)
+
+
+class ReadingProposer(DraftProposer):
+    """A proposer that keeps its draft's cache up to date with the texts of all slots."""
 
     @abstractmethod
     def _read_chunk(self, slot: int, tokens: list[int], past: int) -> None:
@@ -234,18 +253,6 @@ class ReadingProposer(Proposer):
         """Reads a chunk of one of the texts with unread tokens; returns the slots that still have unread tokens."""
         unread = [slot for slot, text in texts.items() if self._known(slot, text) < len(text)]
         return {slot for at, slot in enumerate(unread) if at or self._read(slot, texts[slot])}
-
-    def move(self, source: int, to: int) -> None:
-        self.share(source, to, len(self._texts.get(source, ())))
-
-    def share(self, source: int, to: int, tokens: int) -> None:
-        text = self._texts.get(source, [])[:tokens]
-        rows = min(len(text), self.graph.filled(source))
-        self.graph.copy(source, to, rows)
-        self._texts[to] = text[:rows]
-
-    def shrink_cache(self, rows: int) -> None:
-        self.graph.shrink_cache(rows)
 
 
 def longest_chain(chains: Sequence[TokenTree], tree: TokenTree, tokens: Sequence[int]) -> Proposal | None:

@@ -18,7 +18,7 @@ from specexport.contract.tensors import Dim, Tensor
 from specexport.contract.tree import TokenTree
 from specexport.methods.draft_model import ChainDraft, Dynamic, chain_proposal, chain_rows, write_drafting
 from specexport.runtime.backend import Array, Graph, RunShape
-from specexport.runtime.proposal import DeviceDraft, Ints, Opening, Proposal, Proposer, SlotView
+from specexport.runtime.proposal import DeviceDraft, DraftProposer, Ints, Opening, Proposal, SlotView
 from specexport.runtime.sampling import Floats
 from specexport.runtime.text import common_prefix
 
@@ -123,11 +123,11 @@ class _StateSpan:
         return self.start + len(self.states)
 
 
-class StatesProposer(Proposer):
+class StatesProposer(DraftProposer):
     """Drafts from the target's states: its cache has a row for each token of a text but the last.
 
-    A token's row may also depend on the next token. Texts with a common prefix share its rows, and a comparison of
-    tokens tells which rows are valid. Rows that were computed from the draft's own output are dropped after each run.
+    A token's row may also depend on the next token. Rows that were computed from the draft's own output are dropped
+    after each run.
 
     A DFlash draft drafts a block of tokens, whose q do not depend on the tokens drafted before them, so that all nodes
     of a depth may have the same children; acceptance remains exact.
@@ -137,9 +137,10 @@ class StatesProposer(Proposer):
     all tokens of a text that the draft has never read.
     """
 
+    without_row = 1
+
     def __init__(self, graph: Graph, manifest: Manifest, method: StatesDraft) -> None:
-        self.graph = graph
-        self._chunk = manifest.prefill_chunk
+        super().__init__(graph, manifest.prefill_chunk)
         self._width = method.catch_up
         self.reads_along = self._chunk if graph.any_width else self._width
         self._dynamic: Dynamic | None = None
@@ -147,7 +148,6 @@ class StatesProposer(Proposer):
             self._dynamic = "any" if method.branching == 2 else "spine"
         self._names = [tensors.LAYER_STATES.at(count) for count in method.states]
         self.observes = frozenset(self._names)
-        self._texts: dict[int, list[int]] = {}
         self._spans: dict[int, _StateSpan] = {}
 
     # --- the target's states ------------------------------------------------------------------------------------------
@@ -282,18 +282,10 @@ class StatesProposer(Proposer):
 
     # --- slots --------------------------------------------------------------------------------------------------------
     def move(self, source: int, to: int) -> None:
-        self.share(source, to, len(self._texts.get(source, ())))
+        super().move(source, to)
         self._spans.pop(to, None)
         if source in self._spans:
             self._spans[to] = self._spans.pop(source)
-
-    def share(self, source: int, to: int, tokens: int) -> None:
-        text = self._texts.get(source, [])[:tokens]
-        self.graph.copy(source, to, max(0, min(len(text) - 1, self.graph.filled(source))))
-        self._texts[to] = text
-
-    def shrink_cache(self, rows: int) -> None:
-        self.graph.shrink_cache(rows)
 
     def release(self, slot: int) -> None:
         self._spans.pop(slot, None)
