@@ -34,8 +34,9 @@ seconds = (imported - started, loaded - imported, time.perf_counter() - loaded)
 for _ in stream:
     pass
 resident = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmRSS"))
-drafts = [getattr(proposer, "graph", None) for proposer in engine.proposers.values()]
-caches = sum(graph.cache_bytes for graph in (engine._target, *drafts) if graph is not None)
+drafts = [(p.graph, p.method.draft) for p in engine.proposers.values() if p.method.draft is not None]
+models = [(engine._target, engine.manifest.target), *drafts]
+caches = sum(engine.slots * graph.cache_rows * model.cache_row_bytes for graph, model in models)
 print(json.dumps({"seconds": seconds, "resident": resident, "caches": caches}))
 """
 

@@ -82,11 +82,6 @@ class Graph(ABC):
     def cache_rows(self) -> int:
         """Number of rows in a slot's cache at present."""
 
-    @property
-    @abstractmethod
-    def cache_bytes(self) -> int:
-        """Bytes of the KV cache at its present size."""
-
     def widths(self, slots: int) -> tuple[int, ...]:
         """T of the steps of ``slots`` slots that compute the logits of every token, ascending."""
         return tuple(sorted({p.tokens for p in self._points if p.batch == slots and p.rows == p.tokens}))

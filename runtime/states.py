@@ -67,10 +67,6 @@ class KeptStates:
         self._blocks = [np.zeros((len(n), slots, *shape), np.float32) for shape, n in self._names.items()]
         self.arrays = self._states | self._parts("past", self._blocks)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
-
     def outputs(self, batch: int, tokens: int) -> tuple[list[Array], dict[str, Array]]:
         """Memory for the outputs of a step: the blocks of rows for :meth:`commit`, and all outputs by name.
 

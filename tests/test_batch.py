@@ -218,11 +218,11 @@ def test_cache_sizes_follow_the_longest_request(generous):
     start = next(first).token_ids
     second = single.stream(long, GREEDY)
     begun = next(second).token_ids
-    large = single._target.cache_bytes
+    large = single._target.cache_rows
     assert (*begun, *tokens_of(second)) == alone[1]
     assert (*start, *tokens_of(first))[:24] == alone[0]
     assert single.generate(short, GREEDY).token_ids == alone[0]
-    assert single._target.cache_bytes < large
+    assert single._target.cache_rows < large
 
 
 def test_without_address_space_the_cache_grows_with_its_texts(generous, monkeypatch):
@@ -237,7 +237,7 @@ def test_without_address_space_the_cache_grows_with_its_texts(generous, monkeypa
         return reserve(file, length, *arguments)
 
     engine = generous("llama-near-batch")
-    limit = engine._target.cache_bytes * 3
+    limit = engine.slots * engine._target.cache_rows * engine.manifest.target.cache_row_bytes * 3
     engine.close()
     monkeypatch.setattr(mmap, "mmap", limited)
     engine = generous("llama-near-batch")

@@ -133,10 +133,6 @@ class DeviceGraph(Graph):
     def cache_rows(self) -> int:
         return self.cache.rows
 
-    @property
-    def cache_bytes(self) -> int:
-        return self.cache.nbytes
-
     def _resize(self, rows: int) -> None:
         self.cache.resize(rows)  # needs no memory: the largest cache was allocated
 

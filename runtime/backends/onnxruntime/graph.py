@@ -75,11 +75,6 @@ class OnnxRuntimeGraph(Graph):
     def cache_rows(self) -> int:
         return self._cache_rows
 
-    @property
-    def cache_bytes(self) -> int:
-        cache = sum(block.nbytes for block in self._cache.blocks)
-        return self._states.nbytes + (cache * self._cache_rows // self._cache.rows if cache else 0)
-
     def reusable(self, slot: int, rows: int) -> int:
         rows = super().reusable(slot, rows)
         return rows if self._states.can_continue(slot, rows) else 0
