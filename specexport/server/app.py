@@ -25,6 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from specexport import __version__
 from specexport.async_engine import AsyncEngine
@@ -35,7 +36,6 @@ from specexport.options import ServerOptions
 from specexport.server import answers
 from specexport.server.chat import chat, chat_tokens, ending
 from specexport.server.completions import complete
-from specexport.server.connection import Connection
 from specexport.server.errors import ApiError, api_error
 from specexport.server.middleware import REQUEST_ID, Admission
 from specexport.server.requests import ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest
@@ -83,6 +83,8 @@ _MARGIN = 5
 """Seconds to send the last answers."""
 _TICK = 0.1
 """Seconds after which a second Ctrl-C is noticed."""
+_WATCHED_EVERY = 0.02
+"""Seconds between two looks at whether a client is still there."""
 
 
 def create_app(
@@ -251,6 +253,33 @@ def _key_check(keys: Sequence[str]) -> Callable[[Scope], None]:
             )
 
     return check
+
+
+class Connection(HttpToolsProtocol):
+    """Answers a client that has ended its side; uvicorn would close the connection, which cancels the request.
+
+    A client that is gone looks the same until its system refuses what is sent to it. Until an answer begins, the
+    interim response 100 may be sent, but not to HTTP/1.0: such a client, and one that ends its side during its answer,
+    counts as gone.
+    """
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open, until it is answered."""
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or cycle.response_started or cycle.scope["http_version"] == "1.0":
+            return False
+        cycle.keep_alive = False
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._watch()
+        return True
+
+    def _watch(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self.loop.call_later(_WATCHED_EVERY, self._watch)
 
 
 class Server(uvicorn.Server):
