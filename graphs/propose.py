@@ -87,9 +87,8 @@ def draw_candidate(
     q = torch.where(keep, scaled, lowest).softmax(-1)
     # The last kept candidate whose share begins at or below the noise: rounding cannot lead past the last kept one.
     begun = (q.cumsum(-1) - q <= uniform[..., None]) & (q > 0)
-    choice = torch.topk(
-        torch.where(begun, rank, 0), 1, dim=-1
-    ).values  # a maximum takes four times as many launches on GPUs
+    # Not by a maximum, which takes four times as many launches on GPUs.
+    choice = torch.topk(torch.where(begun, rank, 0), 1, dim=-1).values
     token = torch.gather(ids, -1, choice)[..., 0]
     return token, ids, q
 

@@ -70,9 +70,7 @@ class Table:
         lines[len(head) : len(head)] = [SEPARATING_LINE] * len(head)
         drawn = tabulate(lines, tablefmt="simple", disable_numparse=True, colalign=sides).split("\n")
         title = [Styled(self.title, "bold").render(width, colours)] if self.title else []
-        return "\n".join(
-            [*title, *(line.rstrip() for line in drawn[1:-1])]
-        )  # without the rules at the top and the bottom
+        return "\n".join([*title, *(line.rstrip() for line in drawn[1:-1])])  # without the rules around it
 
 
 def show(*parts: Table | Styled | str) -> None:

@@ -18,7 +18,7 @@ import pytest
 import specexport.exporter
 from specexport.building import needs_extra
 from specexport.cli import _with_flag, main, parser
-from specexport.commands.flags import UsageError, add_method_arguments, asked_methods
+from specexport.commands.flags import UsageError, add_method_arguments, requested_methods
 from specexport.contract.errors import BuildError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
 from specexport.contract.reading import read_manifest, write_manifest
@@ -298,7 +298,7 @@ def parsed_methods(*words: str) -> tuple[MethodOptions, ...]:
     """The methods that ``build`` is asked for."""
     parser = argparse.ArgumentParser()
     add_method_arguments(parser)
-    return asked_methods(parser.parse_args(words))
+    return requested_methods(parser.parse_args(words))
 
 
 @pytest.mark.parametrize(

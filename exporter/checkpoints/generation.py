@@ -44,12 +44,12 @@ def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tupl
     ``config`` provides end tokens if ``generation_config.json`` has none.
     """
     path = folder / GENERATION
-    fields = _stated(read_object(path)) if path.is_file() else None
+    fields = _without_nulls(read_object(path)) if path.is_file() else None
     if fields is None:  # transformers converts the settings of older configurations
         path = folder / CONFIG
         document = read_object(path)
         text_part = document.get("text_config")
-        fields = (_stated(text_part) if isinstance(text_part, dict) else {}) | _stated(document)
+        fields = (_without_nulls(text_part) if isinstance(text_part, dict) else {}) | _without_nulls(document)
         fields.pop("eos_token_id", None)
     vocab_size = getattr(config, "vocab_size", None) or _MAX_VOCABULARY
     defaults, ends = _defaults(path, fields, vocab_size)
@@ -64,7 +64,7 @@ def read_generation(folder: Path, config: Any) -> tuple[GenerationDefaults, tupl
     return defaults, tuple(listed)
 
 
-def _stated(document: dict[str, Any]) -> dict[str, Any]:
+def _without_nulls(document: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in document.items() if value is not None}
 
 

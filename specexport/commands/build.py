@@ -14,10 +14,10 @@ from specexport.commands.flags import (
     UsageError,
     add_flags,
     add_method_arguments,
-    asked_methods,
     flag_values,
     from_flags,
     group_of,
+    requested_methods,
 )
 from specexport.commands.inspect import summary
 from specexport.contract.engines import ENGINE_RUNTIMES
@@ -54,7 +54,7 @@ def build_command(arguments: argparse.Namespace) -> int:
         specexport build --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B --precision int8 -o qwen3/
         specexport build --target meta-llama/Llama-3.2-1B --medusa heads/ --ngram --num-speculative-tokens 4,2 -o llama/
     """
-    methods = asked_methods(arguments)
+    methods = requested_methods(arguments)
     require_effect(flag_values(BuildOptions, arguments), methods)
     build_options = from_flags(BuildOptions, arguments, methods=methods, engines=_engines(arguments))
     module = exporter()

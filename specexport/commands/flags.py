@@ -191,7 +191,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @_usage()
-def asked_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
+def requested_methods(arguments: argparse.Namespace) -> tuple[MethodOptions, ...]:
     """The methods that a command line asks for."""
     flags = {flag.name: (name, flag) for name, flag in _flags()}
     last = dict(arguments.methods or ())

@@ -85,7 +85,7 @@ def _tree_command(command: _TreeOptions) -> int:
         exporter("changing a bundle's tree")
     bundle = Bundle.open(command.bundle)
     manifest = bundle.manifest
-    method = _tunable(command.bundle, manifest, command.method)
+    method = _method_to_tune(command.bundle, manifest, command.method)
     name = method.name
     if not command.dry_run:
         with changing(command.bundle):  # refuses to measure a bundle that cannot be changed
@@ -125,7 +125,7 @@ def _tree_command(command: _TreeOptions) -> int:
     return 0
 
 
-def _tunable(bundle: Path, manifest: Manifest, name: str | None) -> Method:
+def _method_to_tune(bundle: Path, manifest: Manifest, name: str | None) -> Method:
     """The method of this name, or the bundle's first if it is None."""
     if not manifest.methods:
         raise RequestError(f"{bundle}: built without a method; there is no tree to tune")
