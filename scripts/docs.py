@@ -24,7 +24,7 @@ from specexport.exporter.options import BuildSettings, CompileOptions
 from specexport.methods.dflash import block_inputs
 from specexport.methods.hidden_states import own_state_inputs
 from specexport.methods.mlp_speculator import speculator_inputs
-from specexport.options import EngineOptions, ListenOptions
+from specexport.options import EngineOptions, ServerOptions
 from specexport.runtime import SamplingParams
 from specexport.server.tools import call_format
 from tests import tool_families
@@ -82,7 +82,7 @@ OPTION_TABLES: dict[str, tuple[type[Options], Collection[str], bool]] = {
     "build": (EngineOptions, _names(BuildSettings), False),
     "sampling": (SamplingParams, _names(SamplingParams), False),
     "compile": (CompileOptions, _names(CompileOptions, ["backend"]), True),
-    "serve": (ListenOptions, _names(ListenOptions, [*_ENGINE, *_names(BuildSettings)]), True),
+    "serve": (ServerOptions, _names(ServerOptions, [*_ENGINE, *_names(BuildSettings)]), True),
 }
 """The options of each table in ``docs/``, and whether they are shown as flags."""
 

@@ -90,7 +90,7 @@ class ServiceOptions(EngineOptions, frozen=True, kw_only=True):
 
 
 class ServerOptions(ServiceOptions, frozen=True, kw_only=True):
-    """Options of a server.
+    """Options of ``specexport serve``.
 
     Attributes:
         served_model_name: the model's names in the API (default: as given).
@@ -103,6 +103,10 @@ class ServerOptions(ServiceOptions, frozen=True, kw_only=True):
         replicas: with --ray, number of engines, each with a copy of the model.
         max_replicas: with --ray, maximum number of engines while requests wait; idle ones are removed again (default:
             --replicas).
+        host: address to listen on; 0.0.0.0 for all.
+        port: port to listen on; 0 for any free port.
+        log_level: lowest level that is logged.
+        ray: serve on a Ray cluster: $RAY_ADDRESS, 'ray start', or a new one.
     """
 
     served_model_name: Annotated[tuple[str, ...], option("NAME", group="the model", min_length=1)] = ()
@@ -116,18 +120,6 @@ class ServerOptions(ServiceOptions, frozen=True, kw_only=True):
     max_body_bytes: Annotated[int, _limit("N", ge=1)] = 8 << 20
     replicas: Annotated[int, _ray("N", ge=1)] = 1
     max_replicas: Annotated[int | None, _ray("N", ge=1)] = None
-
-
-class ListenOptions(ServerOptions, frozen=True, kw_only=True):
-    """Options of ``specexport serve``.
-
-    Attributes:
-        host: address to listen on; 0.0.0.0 for all.
-        port: port to listen on; 0 for any free port.
-        log_level: lowest level that is logged.
-        ray: serve on a Ray cluster: $RAY_ADDRESS, 'ray start', or a new one.
-    """
-
     host: Annotated[str, _api()] = "127.0.0.1"
     port: Annotated[int, _api(ge=0, le=65535)] = 8000
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _api()] = "info"

@@ -15,7 +15,7 @@ from specexport.contract.errors import BuildError, RequestError
 from specexport.contract.methods.base import MethodOptions
 from specexport.contract.options import Options, option, options
 from specexport.exporter.options import BuildOptions, BuildSettings
-from specexport.options import EngineOptions, ListenOptions, ServerOptions, ServiceOptions
+from specexport.options import EngineOptions, ServerOptions, ServiceOptions
 from specexport.runtime import Engine, SamplingParams
 
 pytestmark = pytest.mark.exporter  # the server's extra is part of what tests of the exporter need
@@ -156,7 +156,7 @@ def test_commands_that_open_a_model_have_every_option_as_a_flag(command):
     (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
     actions = {action.dest: action for action in commands.choices[command]._actions}
     sampling = () if command == "serve" else options(SamplingParams)
-    for name, declared in options(ListenOptions if command == "serve" else EngineOptions).items():
+    for name, declared in options(ServerOptions if command == "serve" else EngineOptions).items():
         if declared.about.get("hidden") or name in options(BuildSettings).keys() & options(SamplingParams).keys():
             continue
         assert name in actions

@@ -22,7 +22,7 @@ import pytest
 from specexport.contract.errors import BackendError
 from specexport.contract.options import options
 from specexport.exporter.options import BuildSettings
-from specexport.options import ListenOptions
+from specexport.options import ServerOptions
 from specexport.runtime import Engine, SamplingParams
 from tests.fixtures import Bundles
 from tests.serving import free_port, wait_for_server
@@ -51,7 +51,7 @@ def test_no_flag_is_ignored():
 
     refused = {*options(BuildSettings), "tensor_parallel_size"}
     elsewhere = {"model", "api_key", "host", "port", "log_level", "ray"}
-    assert options(ListenOptions).keys() - refused - elsewhere <= Settings.model_fields.keys()
+    assert options(ServerOptions).keys() - refused - elsewhere <= Settings.model_fields.keys()
 
 
 @pytest.mark.parametrize(

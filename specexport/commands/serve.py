@@ -22,7 +22,7 @@ from specexport.contract.options import Options, dashed, option, options
 from specexport.contract.reading import read_manifest
 from specexport.contract.values import counted, require_text
 from specexport.exporter.options import BuildSettings
-from specexport.options import ListenOptions, ServiceOptions
+from specexport.options import ServerOptions, ServiceOptions
 from specexport.runtime.machine import available_cores
 
 _SOURCE = "--model"
@@ -35,13 +35,13 @@ _ASSETS = Path(__file__).parents[1] / "server" / "assets"
 
 def serve_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of ``specexport serve``."""
-    add_flags(parser, ListenOptions, ("model",), unset={"model": ""})
+    add_flags(parser, ServerOptions, ("model",), unset={"model": ""})
     parser.add_argument(
         _SOURCE, dest="named_model", metavar="BUNDLE_OR_MODEL", help="the same, as a flag (default: BUNDLE_OR_MODEL)"
     )
-    declared = options(ListenOptions)
-    add_flags(parser, ListenOptions, declared.keys() - options(BuildSettings).keys() - {"model"})
-    add_flags(parser, ListenOptions, BUILD, group=BUILD_GROUP)
+    declared = options(ServerOptions)
+    add_flags(parser, ServerOptions, declared.keys() - options(BuildSettings).keys() - {"model"})
+    add_flags(parser, ServerOptions, BUILD, group=BUILD_GROUP)
 
 
 def serve_command(arguments: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
         several = names if hasattr(arguments, "served_model_name") else ""
         raise UsageError(f"give a bundle or a model, either by itself or with {_SOURCE}{several}")
     arguments.model = getattr(arguments, "model", arguments.named_model)
-    settings, of_engine = from_flags(ListenOptions, arguments), flag_values(ServiceOptions, arguments)
+    settings, of_engine = from_flags(ServerOptions, arguments), flag_values(ServiceOptions, arguments)
     keys = _keys(settings.api_key)
     if settings.ray:
         return _on_ray(arguments, settings, keys)
@@ -102,7 +102,7 @@ def _require_free(host: str, port: int) -> None:
         ) from error
 
 
-def _on_ray(arguments: argparse.Namespace, settings: ListenOptions, keys: Sequence[str]) -> int:
+def _on_ray(arguments: argparse.Namespace, settings: ServerOptions, keys: Sequence[str]) -> int:
     fixed = next((name for name in (*BUILD, "tensor_parallel_size") if hasattr(arguments, name)), None)
     if fixed is not None:
         raise UsageError(f"--ray serves a bundle as it is; leave out {dashed(fixed)}")

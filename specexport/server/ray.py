@@ -55,7 +55,10 @@ _BACKOFF = 0.05
 """Maximum seconds between attempts to find a free replica, which may be idle meanwhile."""
 _KEYED = 512
 """Number of characters at the beginning of a prompt that determine its replica."""
-_OWN = {*options(BuildSettings), "model", "bundle", "threads", "tensor_parallel_size", "api_key"}
+_OWN = {
+    *options(BuildSettings),
+    *("model", "bundle", "threads", "tensor_parallel_size", "api_key", "host", "port", "log_level", "ray"),
+}
 """Options that replicas lack or take in another form."""
 _FIELDS = [name for name in options(ServerOptions) if name not in _OWN]
 _ENGINE = [name for name in options(ServiceOptions) if name not in _OWN]
