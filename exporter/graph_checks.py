@@ -22,7 +22,6 @@ from specexport.exporter.checkpoints.quiet import quiet
 from specexport.exporter.checkpoints.stored import read_weights
 from specexport.runtime.backends.onnxruntime.segments import open_whole
 from specexport.runtime.backends.onnxruntime.session import import_onnxruntime
-from specexport.runtime.machine import available_cores
 from specexport.runtime.states import KeptStates, cell_rows
 
 Array = npt.NDArray[Any]
@@ -52,7 +51,7 @@ def require_finite(folder: Path, model: Model, signature: GraphSignature, loweri
         import_onnxruntime(lowering)
     except BackendError:
         return
-    session = open_whole(folder.joinpath, model, lowering, available_cores())
+    session = open_whole(folder.joinpath, model, lowering)
     inputs = {str(tensor): tensor.array(_PROBED_SIZES) for tensor in (*signature.inputs, *cache_inputs(model))}
     for name, limit in ((tensors.INPUT_IDS, model.vocab_size), (tensors.POSITION_IDS, _PROBED_TOKENS)):
         if name in inputs:
@@ -125,7 +124,7 @@ class StepSession:
     """
 
     def __init__(self, file: Callable[[str], Path], lowering: LoweredAs, model: Model, rows: int, fill: float) -> None:
-        self._session = open_whole(file, model, lowering, available_cores())
+        self._session = open_whole(file, model, lowering)
         self._names = [output.name for output in self._session.get_outputs()]
         self._embeddings = embedding_inputs(model.embedding_size)
         self._caches = {

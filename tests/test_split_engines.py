@@ -146,7 +146,7 @@ def _as_nccl(name: str, parts: Any, whole: Any) -> None:
 
 def _expected(folder: Path, manifest: Manifest, slots: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Inputs of a step, and what the CPU's segments make of them."""
-    whole = open_whole(lambda name: folder / name, manifest.target, "native", 1)
+    whole = open_whole(lambda name: folder / name, manifest.target, "native")
     fields, generator = {}, np.random.default_rng(0)
     tokens = {"B": slots, "T": 3, "R": 2, "S": 16}
     for tensor in whole.get_inputs():

@@ -15,6 +15,7 @@ from specexport.runtime.backends.onnxruntime.graph import OnnxRuntimeGraph
 from specexport.runtime.backends.onnxruntime.session import import_onnxruntime, open_cached, open_session
 from specexport.runtime.backends.ranks import Combine, Job, ProcessGroup, combine
 from specexport.runtime.bundle import Bundle
+from specexport.runtime.machine import available_cores
 
 
 class Segments:
@@ -178,11 +179,11 @@ class AllRanks:
         ]
 
 
-def open_whole(file: Callable[[str], Path], model: Model, lowering: LoweredAs, threads: int) -> Any:
-    """Opens a session of a model's graph, split or not, with ``run``, ``get_inputs`` and ``get_outputs``."""
+def open_whole(file: Callable[[str], Path], model: Model, lowering: LoweredAs) -> Any:
+    """Opens a model's graph, split or not, on all cores: with ``run``, ``get_inputs`` and ``get_outputs``."""
 
     def open_graph(name: str) -> Any:
-        return open_session(file(name), threads, lowering, model.precision.weights)
+        return open_session(file(name), available_cores(), lowering, model.precision.weights)
 
     if not model.ranks:
         return open_graph(model.graph.master)
