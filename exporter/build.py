@@ -24,7 +24,7 @@ from specexport.contract.manifest import (
     TokenizerInfo,
 )
 from specexport.contract.methods import Method, method_type
-from specexport.contract.reading import file_entry, read_manifest, write_manifest
+from specexport.contract.reading import file_entry, is_bundle, read_manifest, write_manifest
 from specexport.contract.signature import target_signature
 from specexport.contract.values import Progress
 from specexport.exporter.build_state import Build, WrittenTarget
@@ -86,7 +86,7 @@ def _require_output(options: BuildOptions) -> None:
     output = options.output
     if output.exists() and not options.overwrite:
         raise BuildError(f"{output}: exists already; choose another folder or pass --overwrite to replace it")
-    if output.exists() and not (output / MANIFEST_NAME).is_file():
+    if output.exists() and not is_bundle(output):
         raise BuildError(f"{output}: exists and is not a bundle (no {MANIFEST_NAME}); not replacing it")
 
 

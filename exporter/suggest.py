@@ -9,9 +9,10 @@ from pathlib import Path
 
 from specexport.contract.errors import BuildError
 from specexport.contract.folders import expanded
-from specexport.contract.manifest import MANIFEST_NAME, Manifest
+from specexport.contract.manifest import Manifest
 from specexport.contract.methods import known, method_type
 from specexport.contract.methods.suggestion import SMALLER, Device, Suggestion, TargetProfile
+from specexport.contract.reading import is_bundle
 from specexport.exporter.checkpoints.locate import locate
 from specexport.exporter.checkpoints.sizes import has_mtp, model_sizes, require_whole_model
 from specexport.exporter.checkpoints.tokenizer import load_tokenizer, require_same_tokenizer
@@ -50,7 +51,7 @@ def suggest(target: str, drafts: Sequence[str], device: Device) -> Advice:
         ImportError: one is not a bundle, and torch or transformers is not installed.
     """
     path, bundle, layer = expanded(target), None, False
-    if (path / MANIFEST_NAME).is_file():
+    if is_bundle(path):
         bundle = Bundle.open(path, check_hashes=False)
         total = size = bundle.manifest.target.parameters
     else:
