@@ -160,19 +160,14 @@ def plan(
             :data:`DEFAULT_CONTEXT`.
 
     Raises:
-        BuildError: a configuration cannot be read, the draft belongs to another target, or an argument is invalid.
+        BuildError: a configuration cannot be read, the draft is another target's, or the device lacks the precision.
     """
-    if precision not in _BITS:
-        raise BuildError(f"precision is {precision!r}; expected one of {', '.join(_BITS)}", param="precision")
     check_stored((precision,), (capability(device.capability),))
-    _check_acceptance(acceptance)
     nodes = MAX_DRAFTS + 1 if method is None else sum(_DEFAULT_TREES)
     target_sizes = model_sizes(target)
     positions = target_sizes.positions
     if context is None:
         context = min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT)
-    if context < 2:
-        raise BuildError(f"max_seq_len is {context}; expected at least 2", param="max_seq_len")
     if positions is not None:
         require_positions(context, positions, target)
     models = [_model_plan(target, target_sizes, precision, context, backend, nodes)]
@@ -202,7 +197,6 @@ def _draft(method: MethodOptions, target: str, target_sizes: ModelSizes) -> Meta
 
 def plan_bundle(manifest: Manifest, source: str, device: DeviceLimits, *, acceptance: float) -> DevicePlan:
     """Plans for a bundle as it is stored, with its first method that drafts with a separate model; see :func:`plan`."""
-    _check_acceptance(acceptance)
     sizes = {entry.path: entry.size for entry in manifest.files}
     models = [_bundle_model_plan(source, manifest.target, sizes)]
     method = next((candidate for candidate in manifest.methods if candidate.draft is not None), None)
@@ -230,11 +224,6 @@ def _bundle_model_plan(source: str, model: Model, sizes: Mapping[str, int]) -> M
         cache_row=row,
         scratch=4 * max(point.tokens for point in points) * model.vocab_size,
     )
-
-
-def _check_acceptance(acceptance: float) -> None:
-    if not 0 <= acceptance < 1:
-        raise BuildError(f"acceptance is {acceptance}; expected 0 or more and less than 1", param="acceptance")
 
 
 def _device_plan(

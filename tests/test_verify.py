@@ -219,8 +219,7 @@ def test_wrong_arguments(fp32, tmp_path, cli):
     with pytest.raises(RequestError, match=r"draft\.model was given, .* expected one of draft_model\.model"):
         verify(fp32, sources={"draft.model": "x"})
     assert "expected METHOD.KEY=DIR" in cli("verify", fp32, "--source", "draft_model", status=2).err
-    with pytest.raises(RequestError, match="max_tokens is 0"):
-        verify(fp32, max_tokens=0)
+    assert "--max-tokens is 0" in cli("verify", fp32, "-n", "0", status=2).err
     with pytest.raises(RequestError, match="prompt 2 has no tokens"):
         verify(fp32, prompts=["a", ""])
 

@@ -135,8 +135,6 @@ def verify(
         SpecExportError: an argument is wrong. Faults of the bundle are part of the report.
     """
     report = progress or (lambda *_: None)
-    if max_tokens < 1:
-        raise RequestError(f"max_tokens is {max_tokens}; expected at least 1", param="max_tokens")
     files = _attempt("files", lambda: _files(bundle, report))
     if not files.passed:
         reason = "the bundle's files are not what they should be"
