@@ -149,8 +149,6 @@ class AsyncEngine:
     """
 
     def __init__(self, frontend: Frontend, *, max_queue: int = 128) -> None:
-        if max_queue < 0:
-            raise RequestError(f"max_queue is {max_queue}; expected at least 0", param="max_queue")
         self.frontend = frontend
         self.max_queue = max_queue
         self.slots = frontend.engine.slots
