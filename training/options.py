@@ -129,10 +129,6 @@ class RunOptions(Options, frozen=True, kw_only=True):
         within("prompt_len", prompt, 1, window - _MIN_CONTINUATION, f"{_MIN_CONTINUATION} less than --seq-len")
         return window, prompt
 
-    def total_steps(self, windows: int) -> int:
-        """The number of optimizer steps over ``windows`` windows."""
-        return self.steps or max(1, round(self.epochs * windows / (self.batch_size * self.accumulate)))
-
 
 class DraftRunOptions(RunOptions, frozen=True, kw_only=True):
     """Options of trainings of drafts.

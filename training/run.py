@@ -179,6 +179,12 @@ class Run(Generic[O]):
     def place(self) -> Place:
         return self.target.place
 
+    @property
+    def total_steps(self) -> int:
+        """The number of optimizer steps over the data."""
+        options, windows = self.options, len(self.windows)
+        return options.steps or max(1, round(options.epochs * windows / (options.batch_size * options.accumulate)))
+
     def prepare(self, texts: int) -> None:
         """Replaces the data with ``texts`` texts of the target, unless 0; logs the data; seeds torch's generator."""
         if texts:

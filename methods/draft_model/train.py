@@ -58,7 +58,7 @@ def train_draft(options: DraftTraining, log: Log) -> dict[str, Any]:
             "draft",
             parameters,
             optimizer_list,
-            options.total_steps(len(run.windows)),
+            run.total_steps,
             loss_at,
             lambda: f"greedy acceptance length {acceptance_length(acceptance.accepted(0.0), _REPORTED_DEPTH):.2f}",
         )

@@ -57,8 +57,7 @@ def train_and_write(
         watched = run.held_out.part(torch.arange(len(run.held_out)) < _WATCHED_WINDOWS)
         return f"held-out acceptance {accuracy_of(watched).chain_length:.2f}"
 
-    steps = options.total_steps(len(run.windows))
-    run.train("draft", parameters, optimizer_list, steps, loss_at, evaluate if watch else None)
+    run.train("draft", parameters, optimizer_list, run.total_steps, loss_at, evaluate if watch else None)
     accuracy = accuracy_of(run.held_out)
     run.record |= {"accuracy": accuracy.ranks, "acceptance_length": accuracy.chain_length}
     vocab, hidden = target.model.get_output_embeddings().weight.shape

@@ -44,7 +44,7 @@ def train_medusa(options: MedusaTraining, log: Log) -> dict[str, Any]:
         run.describe_data()
         torch.manual_seed(options.seed)
         heads = new_heads(options.heads, options.layers, base.model, tied=options.tie_lm_head)
-        total = options.total_steps(len(run.windows))
+        total = run.total_steps
         alone = total if options.stage == 1 else round(options.heads_first * total)
         if options.stage == 2:
             run.record["lm_loss_before"] = _lm_loss(run)

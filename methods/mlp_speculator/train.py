@@ -26,7 +26,7 @@ def train_mlp_speculator(options: SpeculatorTraining, log: Log) -> dict[str, Any
     target = load_target(options)
     with open_run("train mlp-speculator", options, target, log) as run:
         within("n_predict", options.n_predict, 1, run.window - 2, "two less than --seq-len")
-        total = options.total_steps(len(run.windows))
+        total = run.total_steps
         first = round(options.data_first * total) if options.self_distill else total
         torch.manual_seed(options.seed)
         speculator = new_speculator(options, target.model)
