@@ -173,7 +173,6 @@ def build() -> None:
     from specexport.exporter.options import BuildOptions
     from tests.checkpoints import make_checkpoint
     from tests.make_bundles import make
-    from tests.ways import ways
 
     for name in BUILT:
         make(name, BUNDLES)
@@ -182,7 +181,7 @@ def build() -> None:
             model = BUNDLES / "checkpoints" / "wide"
             if not model.exists():
                 make_checkpoint(model, "llama", hidden_size=256, intermediate_size=512)
-            methods: Any = ways(draft=model, sizes=(4,))
+            methods: Any = f"draft_model:{model},num_speculative_tokens=4"
             build_bundle(BuildOptions(str(model), BUNDLES / precision, methods, precision=precision))
 
 

@@ -9,7 +9,6 @@ from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from tests.checkpoints import make_checkpoint, make_heads
-from tests.ways import ways
 
 SPINE = TokenTree.from_choices([[0], [1], [0, 0]])
 
@@ -39,19 +38,20 @@ def _build(name: str, root: Path) -> None:
     target, heads = root / "target", root / "heads"
     if not target.exists():
         make_heads(heads, make_checkpoint(target, "qwen3", **SMALL), 2, tied=True)
-    methods = {
-        "draft": ways(draft=target, trees=(SPINE,)),
-        "medusa": ways(medusa=heads, sizes=(4,)),
-        "ngram": ways(lookups=("ngram",), sizes=(3,)),
-        "both": ways(draft=target, medusa=heads, sizes=(3,)),
-        "batch": ways(draft=target, trees=(SPINE,)),
+    draft: dict[str, Any] = {"method": "draft_model", "model": str(target)}
+    methods: dict[str, Any] = {
+        "draft": {**draft, "trees": [SPINE]},
+        "medusa": f"medusa:{heads},num_speculative_tokens=4",
+        "ngram": "ngram:3",
+        "both": ({**draft, "num_speculative_tokens": 3}, f"medusa:{heads},num_speculative_tokens=3"),
+        "batch": {**draft, "trees": [SPINE]},
         "plain": (),
-    }[method]
+    }
     build(
         BuildOptions(
             str(target),
             root / name,
-            methods=methods,
+            methods=methods[method],
             precision=precision,
             draft_precision=precision,
             lowering=lowering,

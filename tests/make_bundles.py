@@ -49,7 +49,6 @@ from tests.checkpoints import (
     make_speculator,
     tokenizer,
 )
-from tests.ways import ways
 
 CONTEXT = 512
 DICE_VOCAB = 12
@@ -89,68 +88,79 @@ DICE_HYBRID: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A target of a family, and how it speculates."""
+    """A target of a family, and how it speculates.
+
+    The draft of a method is ``equal``, ``near`` (with noise), ``bad`` (unrelated) or ``other`` (near, and its tokens
+    have other numbers); whatever else methods need is made for the target, or for the draft.
+    """
 
     family: str
-    draft: str | None  # equal, near (with noise), bad (unrelated), other (near, and its tokens have other numbers)
-    choices: tuple[int, ...] = ()  # numbers of draft tokens beside the default
-    default: int | None = None  # draft tokens a step; None where trees say it
+    methods: list[dict[str, Any]]
     config: dict[str, Any] = field(default_factory=dict)  # settings of the family's configuration to replace
-    heads: str | None = None  # whose Medusa heads there are: target or draft
-    trees: tuple[TokenTree, ...] = ()  # what they fill
-    lookups: tuple[str, ...] = ()
     lowering: LoweredAs = "native"
-    lookahead: tuple[int, int, int] | None = None  # W, N and G
-    self_draft: int | None = None  # how many of the target's layers draft
-    speculator: bool = False
-    eagle3: bool = False
-    dflash: bool = False
-    mtp: bool = False
     batch: int = 1
     embeds: bool = False  # whether prompts may hold embeddings
     backend: BackendName = "onnxruntime"
 
 
+def way(method: str, *sizes: int, **options: Any) -> dict[str, Any]:
+    """A method with its numbers of draft tokens, the default first, and other options."""
+    numbers = {"num_speculative_tokens": list(sizes)} if sizes else {}
+    return {"method": method, **numbers, **options}
+
+
+def draft(model: str, *sizes: int, **options: Any) -> dict[str, Any]:
+    return way("draft_model", *sizes, model=model, **options)
+
+
+def texts(*sizes: int, least: int = 2) -> list[dict[str, Any]]:
+    """The methods that look in text; ``least`` is the shortest n-gram."""
+    return [way("ngram", *sizes, prompt_lookup_min=least), way("suffix", *sizes), way("hypothesis", *sizes)]
+
+
 HEADS = 3
-_TEXTS = ("ngram", "suffix", "hypothesis")
 _SPINE = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 2]])
 _SMALL_SPINE = TokenTree.from_choices([[0], [1], [0, 0]])
 _BUSHY = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 3], [0, 0, 0], [0, 0, 1], [1, 0, 0]])
 _SMALL = TokenTree.from_choices([[0], [1], [0, 0], [1, 0], [0, 0, 0]])
+_SPINES, _ANY = [_SPINE, _SMALL_SPINE], [_BUSHY, _SMALL]
+_DEEP = {**DICE, "num_hidden_layers": 2}
 
 
 RECIPES = {
-    "llama-near": Recipe("llama", "near", (1, 2, 7), 4),
-    "qwen3-bad": Recipe("qwen3", "bad", (1,), 3),
-    "gemma2-equal": Recipe("gemma2", "equal", (1,), 5),
-    "gpt2-near": Recipe("gpt2", "near", (1,), 6),
-    "qwen3-medusa": Recipe("qwen3", None, heads="target", trees=(_BUSHY, _SMALL, TokenTree.chain(HEADS + 1))),
-    "qwen3-medusa-draft": Recipe("qwen3", "equal", (3,), 6, heads="draft"),
-    "qwen3-mlp": Recipe("qwen3", None, trees=(_BUSHY, TokenTree.chain(HEADS + 1)), speculator=True, batch=8),
-    "gpt2-tree": Recipe("gpt2", "near", trees=(_SPINE,), choices=(2,)),
-    "qwen3-lookup": Recipe("qwen3", "equal", lookups=_TEXTS),
-    "qwen3-lookahead": Recipe("qwen3", None, lookahead=(5, 4, 4)),
-    "gemma2-self": Recipe("gemma2", None, (1,), 4, self_draft=1),
-    "gemma2-embeds": Recipe("gemma2", None, lookups=_TEXTS, lookahead=(3, 3, 2), self_draft=1, batch=2, embeds=True),
-    "granite-embeds": Recipe("granite", None, heads="target", trees=(_SMALL,), lowering="portable", embeds=True),
-    "dice-self": Recipe("llama", None, (1, 3), 5, {**DICE, "num_hidden_layers": 2}, self_draft=1),
-    "dice-lookahead": Recipe("llama", None, config=DICE, lookahead=(3, 3, 3)),
-    **{f"dice-{draft}": Recipe("llama", draft, (1, 3), 5, DICE) for draft in ("equal", "near", "bad")},
-    "dice-tree": Recipe("llama", "near", config=DICE, trees=(_SPINE,)),
-    "dice-mixed": Recipe("llama", "near", config=DICE, trees=(_SPINE, _SMALL_SPINE), lookups=("ngram",)),
-    "dice-medusa": Recipe("llama", None, config=DICE, heads="target", trees=(_BUSHY,)),
-    "dice-medusa-draft": Recipe("llama", "near", config=DICE, heads="draft", trees=(_BUSHY,)),
-    "dice-mlp": Recipe("llama", None, config=DICE, trees=(_BUSHY,), speculator=True),
-    "dice-eagle3": Recipe("llama", None, config=DICE, trees=(_SPINE, _SMALL_SPINE), eagle3=True),
-    "dice-dflash": Recipe("llama", None, config=DICE, trees=(_BUSHY, _SMALL), dflash=True),
-    "dice-mtp": Recipe("glm4_moe", None, config=DICE_EXPERTS, trees=(_SPINE, _SMALL_SPINE), mtp=True),
-    "dice-hybrid": Recipe("qwen3_5_text", None, (1, 3), 5, DICE_HYBRID, mtp=True),
-    "dice-hybrid-draft": Recipe("qwen3_5_text", "near", (1, 3), 5, DICE_HYBRID, mtp=True),
+    "llama-near": Recipe("llama", [draft("near", 4, 1, 2, 7)]),
+    "qwen3-bad": Recipe("qwen3", [draft("bad", 3, 1)]),
+    "gemma2-equal": Recipe("gemma2", [draft("equal", 5, 1)]),
+    "gpt2-near": Recipe("gpt2", [draft("near", 6, 1)]),
+    "qwen3-medusa": Recipe("qwen3", [way("medusa", trees=[*_ANY, TokenTree.chain(HEADS + 1)])]),
+    "qwen3-medusa-draft": Recipe("qwen3", [way("medusa_draft", 6, 3, model="equal")]),
+    "qwen3-mlp": Recipe("qwen3", [way("mlp_speculator", trees=[_BUSHY, TokenTree.chain(HEADS + 1)])], batch=8),
+    "gpt2-tree": Recipe("gpt2", [draft("near", 2, trees=[_SPINE])]),
+    "qwen3-lookup": Recipe("qwen3", [draft("equal"), *texts()]),
+    "qwen3-lookahead": Recipe("qwen3", [way("lookahead", preset="5,4,4")]),
+    "gemma2-self": Recipe("gemma2", [way("self_draft", 4, 1, layers=1)]),
+    "gemma2-embeds": Recipe(
+        "gemma2", [way("self_draft", layers=1), *texts(), way("lookahead", preset="3,3,2")], batch=2, embeds=True
+    ),
+    "granite-embeds": Recipe("granite", [way("medusa", trees=[_SMALL])], lowering="portable", embeds=True),
+    "dice-self": Recipe("llama", [way("self_draft", 5, 1, 3, layers=1)], _DEEP),
+    "dice-lookahead": Recipe("llama", [way("lookahead", preset="3,3,3")], DICE),
+    **{f"dice-{model}": Recipe("llama", [draft(model, 5, 1, 3)], DICE) for model in ("equal", "near", "bad")},
+    "dice-tree": Recipe("llama", [draft("near", trees=[_SPINE])], DICE),
+    "dice-mixed": Recipe("llama", [draft("near", trees=_SPINES), texts(least=1)[0]], DICE),
+    "dice-medusa": Recipe("llama", [way("medusa", trees=[_BUSHY])], DICE),
+    "dice-medusa-draft": Recipe("llama", [way("medusa_draft", model="near", trees=[_BUSHY])], DICE),
+    "dice-mlp": Recipe("llama", [way("mlp_speculator", trees=[_BUSHY])], DICE),
+    "dice-eagle3": Recipe("llama", [way("eagle3", trees=_SPINES)], DICE),
+    "dice-dflash": Recipe("llama", [way("dflash", trees=_ANY)], DICE),
+    "dice-mtp": Recipe("glm4_moe", [way("mtp", trees=_SPINES)], DICE_EXPERTS),
+    "dice-hybrid": Recipe("qwen3_5_text", [way("mtp", 5, 1, 3)], DICE_HYBRID),
+    "dice-hybrid-draft": Recipe("qwen3_5_text", [draft("near", 5, 1, 3), way("mtp", 5, 1, 3)], DICE_HYBRID),
     **{
-        f"{family}-hybrid": Recipe(family, "near", (1, 3), 5, lookups=_TEXTS)
+        f"{family}-hybrid": Recipe(family, [draft("near", 5, 1, 3), *texts(5, 1, 3)])
         for family in ("lfm2", "qwen3_5_text", "granitemoehybrid")
     },
-    **{f"dice-{text}": Recipe("llama", None, (1, 3), 5, DICE, lookups=(text,)) for text in _TEXTS},
+    **{f"dice-{text['method']}": Recipe("llama", [text], DICE) for text in texts(5, 1, 3, least=1)},
 }
 BATCHED = [
     *("llama-near", "gpt2-tree", "qwen3-medusa", "qwen3-medusa-draft", "qwen3-lookup", "qwen3_5_text-hybrid"),
@@ -165,29 +175,27 @@ PORTABLE = [
 ]
 """These are there lowered portably too, as ``{name}-portable``."""
 _CHAINS = (3, 2, 1)
-_SPINES, _ANY = (_SPINE, _SMALL_SPINE), (_BUSHY, _SMALL)
-_HEAD_CHAINS = tuple(TokenTree.chain(size + 1) for size in _CHAINS)
-_DEEP = {**DICE, "num_hidden_layers": 2}
+_HEAD_CHAINS = [TokenTree.chain(size + 1) for size in _CHAINS]
 LOSSLESSNESS = {
-    "draft": Recipe("llama", "near", _CHAINS[1:], _CHAINS[0], DICE),
-    "draft-tree": Recipe("llama", "near", config=DICE, trees=_SPINES),
-    "universal": Recipe("llama", "other", _CHAINS[1:], _CHAINS[0], DICE),
-    "self": Recipe("llama", None, _CHAINS[1:], _CHAINS[0], _DEEP, self_draft=1),
-    "self-tree": Recipe("llama", None, config=_DEEP, trees=_SPINES, self_draft=1),
-    "medusa": Recipe("llama", None, config=DICE, heads="target", trees=_HEAD_CHAINS),
-    "medusa-tree": Recipe("llama", None, config=DICE, heads="target", trees=_ANY),
-    "medusa-draft": Recipe("llama", "near", config=DICE, heads="draft", trees=_HEAD_CHAINS),
-    "medusa-draft-tree": Recipe("llama", "near", config=DICE, heads="draft", trees=_ANY),
-    "mlp": Recipe("llama", None, config=DICE, trees=_HEAD_CHAINS, speculator=True),
-    "mlp-tree": Recipe("llama", None, config=DICE, trees=_ANY, speculator=True),
-    "eagle3": Recipe("llama", None, config=DICE, trees=_HEAD_CHAINS, eagle3=True),
-    "eagle3-tree": Recipe("llama", None, config=DICE, trees=_SPINES, eagle3=True),
-    "mtp": Recipe("glm4_moe", None, config=DICE_EXPERTS, trees=_HEAD_CHAINS, mtp=True),
-    "mtp-tree": Recipe("glm4_moe", None, config=DICE_EXPERTS, trees=_SPINES, mtp=True),
-    "dflash": Recipe("llama", None, config=DICE, trees=_HEAD_CHAINS, dflash=True),
-    "dflash-tree": Recipe("llama", None, config=DICE, trees=_ANY, dflash=True),
-    "texts": Recipe("llama", None, _CHAINS[1:], _CHAINS[0], DICE, lookups=_TEXTS),
-    "lookahead": Recipe("llama", None, config=DICE, lookahead=(3, 3, 3)),
+    "draft": Recipe("llama", [draft("near", *_CHAINS)], DICE),
+    "draft-tree": Recipe("llama", [draft("near", trees=_SPINES)], DICE),
+    "universal": Recipe("llama", [way("universal_draft", *_CHAINS, model="other")], DICE),
+    "self": Recipe("llama", [way("self_draft", *_CHAINS, layers=1)], _DEEP),
+    "self-tree": Recipe("llama", [way("self_draft", layers=1, trees=_SPINES)], _DEEP),
+    "medusa": Recipe("llama", [way("medusa", trees=_HEAD_CHAINS)], DICE),
+    "medusa-tree": Recipe("llama", [way("medusa", trees=_ANY)], DICE),
+    "medusa-draft": Recipe("llama", [way("medusa_draft", model="near", trees=_HEAD_CHAINS)], DICE),
+    "medusa-draft-tree": Recipe("llama", [way("medusa_draft", model="near", trees=_ANY)], DICE),
+    "mlp": Recipe("llama", [way("mlp_speculator", trees=_HEAD_CHAINS)], DICE),
+    "mlp-tree": Recipe("llama", [way("mlp_speculator", trees=_ANY)], DICE),
+    "eagle3": Recipe("llama", [way("eagle3", trees=_HEAD_CHAINS)], DICE),
+    "eagle3-tree": Recipe("llama", [way("eagle3", trees=_SPINES)], DICE),
+    "mtp": Recipe("glm4_moe", [way("mtp", trees=_HEAD_CHAINS)], DICE_EXPERTS),
+    "mtp-tree": Recipe("glm4_moe", [way("mtp", trees=_SPINES)], DICE_EXPERTS),
+    "dflash": Recipe("llama", [way("dflash", trees=_HEAD_CHAINS)], DICE),
+    "dflash-tree": Recipe("llama", [way("dflash", trees=_ANY)], DICE),
+    "texts": Recipe("llama", texts(*_CHAINS, least=1), DICE),
+    "lookahead": Recipe("llama", [way("lookahead", preset="3,3,3")], DICE),
 }
 """Of ``python -m benchmarks losslessness``: of each method chains alone or trees alone, of several sizes."""
 LOSSLESSNESS = {name: dataclasses.replace(recipe, batch=8) for name, recipe in LOSSLESSNESS.items()}
@@ -215,37 +223,19 @@ def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
     target = _target(recipe, root)
     with FileLock(root / f".{target.name}.lock"):  # others are made meanwhile
         if not target.exists():
-            _make_target(recipe, target)
+            if recipe.methods[-1]["method"] == "mtp":  # few tokens: a random layer is right often enough
+                make_mtp(target, recipe.family, **recipe.config)
+            else:
+                make_checkpoint(target, recipe.family, calm="-calm" in target.name, **recipe.config)
         oracle = target.with_suffix(".embeds.json" if recipe.embeds else ".json")
         if not oracle.exists():
             oracle.write_text(json.dumps(_oracle(recipe, target)), encoding="utf-8")
         shutil.copy(oracle, root / f"{name}.json")
-        draft = _draft(recipe, target, root) if recipe.draft is not None else None
-        medusa = _heads(recipe, target, root) if recipe.heads == "target" else None
-        draft_medusa = _heads(recipe, draft, root) if recipe.heads == "draft" and draft else None
-        mlp_speculator = _speculator(target, root) if recipe.speculator else None
-        eagle3 = _over_states("eagle3", target, root) if recipe.eagle3 else None
-        dflash = _over_states("dflash", target, root) if recipe.dflash else None
-    sizes = (*([] if recipe.default is None else [recipe.default]), *recipe.choices)
+        methods = [method | _models(method, recipe, target) for method in recipe.methods]
     return BuildOptions(
         target=str(target),
         output=root / name,
-        methods=ways(
-            draft=None if recipe.draft == "other" else draft,
-            universal_draft=draft if recipe.draft == "other" else None,
-            medusa=medusa,
-            draft_medusa=draft_medusa,
-            mlp_speculator=mlp_speculator,
-            eagle3=eagle3,
-            dflash=dflash,
-            mtp=recipe.mtp,
-            lookups=recipe.lookups,
-            prompt_lookup_min=1 if recipe.config else 2,
-            lookahead=recipe.lookahead,
-            self_draft=recipe.self_draft,
-            sizes=sizes,
-            trees=recipe.trees,
-        ),
+        methods=methods,
         inputs_embeds=recipe.embeds,
         lowering=recipe.lowering,
         backend=recipe.backend,
@@ -256,53 +246,49 @@ def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
 
 def _target(recipe: Recipe, root: Path) -> Path:
     """The folder of its checkpoint."""
-    learnt = recipe.heads or recipe.lookups or recipe.lookahead or recipe.speculator
-    calm = learnt and not recipe.config and not recipe.embeds
-    kind = "-dice" if recipe.config else "-calm" if calm else ""
-    return root / "checkpoints" / f"{recipe.family}{kind}{'-deep' if recipe.config and recipe.self_draft else ''}"
+    names = {method["method"] for method in recipe.methods}
+    calm = not recipe.config and not recipe.embeds and names - {"draft_model", "self_draft"}
+    deep = "-deep" if recipe.config and "self_draft" in names else ""
+    return root / "checkpoints" / f"{recipe.family}{'-dice' if recipe.config else '-calm' if calm else ''}{deep}"
 
 
-def _make_target(recipe: Recipe, folder: Path) -> None:
-    if recipe.mtp:  # few tokens: a random layer is right often enough
-        make_mtp(folder, recipe.family, **recipe.config)
-    else:
-        make_checkpoint(folder, recipe.family, calm="-calm" in folder.name, **recipe.config)
+def _models(method: dict[str, Any], recipe: Recipe, target: Path) -> dict[str, str]:
+    """The checkpoints of a method, made if they are not there."""
+    name = method["method"]
+    if "model" not in method:
+        return {"model": str(_beside(target, name))} if name in _MADE else {}
+    model = _draft(method["model"], recipe, target)
+    heads = {"medusa": str(_beside(model, "medusa"))} if name == "medusa_draft" else {}
+    return {"model": str(model), **heads}
 
 
-def _heads(recipe: Recipe, model: Path, root: Path) -> str:
-    folder = root / "checkpoints" / f"{model.name}-heads"
-    if not folder.exists():
-        # Where tokens are few, random heads are right often enough.
-        make_heads(folder, model, HEADS, tied=bool(recipe.config))
-    return str(folder)
+_MADE = ("medusa", "mlp_speculator", "eagle3", "dflash")
+"""Methods that have a checkpoint made for the model."""
 
 
-def _speculator(model: Path, root: Path) -> str:
-    folder = root / "checkpoints" / f"{model.name}-speculator"
-    if not folder.exists():
-        # Where tokens are few, random stages are right often enough.
-        dice = "dice" in model.name
-        make_speculator(folder, model, HEADS, tied=dice, scale_input=dice, steps=0 if dice else 60)
-    return str(folder)
-
-
-def _over_states(method: str, model: Path, root: Path) -> Path:
-    """A draft over the states of a target of one layer and few tokens: a random one is right often enough."""
-    folder = root / "checkpoints" / f"{model.name}-{method}"
+def _beside(model: Path, method: str) -> Path:
+    """What a method has beside a model, made if it is not there; where tokens are few, if random, it is right often
+    enough.
+    """
+    folder, dice = model.with_name(f"{model.name}-{method}"), "-dice" in model.name
     if folder.exists():
         return folder
+    if method == "medusa":
+        return make_heads(folder, model, HEADS, tied=dice)
+    if method == "mlp_speculator":
+        return make_speculator(folder, model, HEADS, tied=dice, scale_input=dice, steps=0 if dice else 60)
     if method == "eagle3":
         return make_eagle3(folder, model, states=(0, 1), draft_vocab=DICE_VOCAB - 3)
     return make_dflash(folder, model, states=(0, 1), layers=2, published="speculators")
 
 
-def _draft(recipe: Recipe, target: Path, root: Path) -> Path:
-    if recipe.draft == "equal":
+def _draft(kind: str, recipe: Recipe, target: Path) -> Path:
+    folder = target.with_name(f"{target.name}-{kind}")
+    if kind == "equal":
         return target
-    folder = root / "checkpoints" / f"{target.name}-{recipe.draft}"
     if folder.exists():
         return folder
-    if recipe.draft == "bad":
+    if kind == "bad":
         return make_checkpoint(folder, recipe.family, seed=1, **{"num_hidden_layers": 1, **recipe.config})
     model: Any = AutoModelForCausalLM.from_pretrained(target)
     generator = torch.Generator().manual_seed(2)
@@ -310,11 +296,11 @@ def _draft(recipe: Recipe, target: Path, root: Path) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
-        if recipe.draft == "other":
+        if kind == "other":
             for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
                 weight.copy_(weight.flip(0))
     model.save_pretrained(folder)
-    (reversed_tokenizer(model.config.vocab_size) if recipe.draft == "other" else tokenizer()).save_pretrained(folder)
+    (reversed_tokenizer(model.config.vocab_size) if kind == "other" else tokenizer()).save_pretrained(folder)
     return folder
 
 

@@ -15,7 +15,6 @@ from specexport.exporter.build import build
 from specexport.exporter.checkpoints.checkpoint import load_checkpoint
 from specexport.exporter.options import BuildOptions
 from tests.checkpoints import changed, make_checkpoint, make_heads
-from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -194,20 +193,17 @@ def test_an_index_that_leads_elsewhere_is_refused(sharded, harm):
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "models"
 
 
-@pytest.mark.parametrize("way", ["draft", "universal_draft", "draft_medusa"])
-def test_a_draft_for_shorter_texts(tmp_path, way):
+@pytest.mark.parametrize("method", ["draft_model:{}", "universal_draft:{}", "medusa_draft:{},medusa={}-heads"])
+def test_a_draft_for_shorter_texts(tmp_path, method):
     draft = make_checkpoint(tmp_path / "draft", "llama", seed=1, max_position_embeddings=128)
-    methods: dict[str, Any] = {way: draft}
-    if way == "draft_medusa":
-        methods = {"draft": draft, way: make_heads(tmp_path / "heads", draft, 2, tied=True)}
-    draft_refused(tmp_path, f"is 256, but the draft {draft} was made for 128 positions", **methods)
+    make_heads(tmp_path / "draft-heads", draft, 2, tied=True)
+    draft_refused(tmp_path, method.format(draft, draft), f"is 256, but the draft {draft} was made for 128 positions")
 
 
 @pytest.mark.parametrize(("folder", "flag"), [("eagle3", "--eagle3"), ("dflash", "--dflash"), ("medusa", "--medusa")])
 def test_what_another_method_drafts_with(tmp_path, folder, flag):
-    draft_refused(
-        tmp_path, f"what another method drafts with; pass the folder with {flag}", draft=DEMO / f"demo-{folder}"
-    )
+    message = f"what another method drafts with; pass the folder with {flag}"
+    draft_refused(tmp_path, f"draft_model:{DEMO}/demo-{folder}", message)
 
 
 def test_heads_of_another_draft(tmp_path):
@@ -215,13 +211,14 @@ def test_heads_of_another_draft(tmp_path):
         make_checkpoint(tmp_path / name, "llama", seed=1, hidden_size=size) for name, size in (("a", 64), ("b", 32))
     )
     heads = make_heads(tmp_path / "heads", other, 2, tied=True)
-    draft_refused(tmp_path, "heads of other sizes were trained for another model", draft=draft, draft_medusa=heads)
+    message = "heads of other sizes were trained for another model"
+    draft_refused(tmp_path, f"medusa_draft:{draft},medusa={heads}", message)
 
 
-def draft_refused(tmp_path: Path, message: str, **methods: Any) -> None:
+def draft_refused(tmp_path: Path, method: str, message: str) -> None:
     target = make_checkpoint(tmp_path / "target", "llama", seed=0)
     steps: list[str] = []
-    options = BuildOptions(target=str(target), output=tmp_path / "out", methods=ways(**methods), max_seq_len=256)
+    options = BuildOptions(target=str(target), output=tmp_path / "out", methods=method, max_seq_len=256)
     with pytest.raises(BuildError, match=message):
         build(options, lambda step, done, total: steps.append(step))
     assert set(steps) <= {"loading the target"}

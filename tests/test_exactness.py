@@ -23,7 +23,6 @@ from specexport.runtime.backends.onnxruntime.session import open_session
 from specexport.runtime.bundle import Bundle
 from specexport.runtime.speculative import PLAIN, Speculative
 from tests.streams import started
-from tests.ways import ways
 
 SPINE = TokenTree((-1, 0, 0, 1, 1, 3))
 TREE = TokenTree((-1, 0, 1, 2, 0, 4, 0, 6, 7, 1, 9))
@@ -50,7 +49,10 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     family = "gemma2" if request.param.endswith("gemma2") else "llama"
     model = make_checkpoint(folder / family, family, hidden_size=256, intermediate_size=512)
     heads = make_heads(folder / "heads", model, 3, tied=True)
-    methods = (*ways(draft=model, sizes=(4,), trees=(SPINE,)), *ways(medusa=heads, trees=(TREE,)))
+    methods = (
+        {"model": str(model), "num_speculative_tokens": 4, "trees": [SPINE]},
+        {"method": "medusa", "model": str(heads), "trees": [TREE]},
+    )
     options: dict[str, Any] = {"block_size": int(block)} if block else {}
     return build(BuildOptions(str(model), folder / "bundle", methods, precision=precision, max_batch_size=4, **options))
 
@@ -117,11 +119,9 @@ def test_texts_of_mixtures_and_hybrids_are_plain_decodings_bit_for_bit(tmp_path,
     from tests.test_mixtures import MIXTURES
 
     model = make_checkpoint(tmp_path / family, family, **(HYBRIDS | MIXTURES)[family])
-    methods = ways(draft=model, sizes=(4,))
-    options = BuildOptions(
-        str(model), tmp_path / "bundle", methods, precision="int8", max_seq_len=128, max_batch_size=2
-    )
-    assert _differing(build(options)) == []
+    method = f"draft_model:{model},num_speculative_tokens=4"
+    options = {"precision": "int8", "max_seq_len": 128, "max_batch_size": 2}
+    assert _differing(build(BuildOptions(str(model), tmp_path / "bundle", method, **options))) == []
 
 
 @needs_kernels

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from specexport.contract.methods import known, method_name, method_type
+from specexport.contract.methods import known, method_type
 from tests.null_cuda import bundles, log
 from tests.null_cuda.install import UnavailableError, environment
 
@@ -41,7 +41,7 @@ def null_gpu() -> dict[str, str]:
 
 def test_every_method_is_there():
     ours = {name for name in known() if method_type(name).__module__.startswith("specexport.methods.")}
-    built = {method_name(method) for kind in bundles.KINDS for method in bundles.methods(kind, Path("checkpoints"))}
+    built = {method["method"] for kind in bundles.KINDS for method in bundles.methods(kind, Path("checkpoints"))}
     assert ours <= built
     assert {name.split("-")[0] for name, _ in bundles.CHOSEN} == set(bundles.KINDS)
 

@@ -17,7 +17,6 @@ from specexport.runtime.backends.onnxruntime.graph import Rows
 from specexport.runtime.machine import available_cores, remove_unused
 from specexport.runtime.speculative import PLAIN
 from tests.checkpoints import make_checkpoint
-from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, logprobs=3, ignore_eos=True)
@@ -27,10 +26,8 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0.0, logprobs=3, ignore_eos=T
 def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("kept")
     target, draft = make_checkpoint(root / "target", "qwen3"), make_checkpoint(root / "draft", "qwen3", seed=1)
-    options = BuildOptions(
-        str(target), root / "bundle", methods=ways(draft=draft, sizes=(3,)), precision=request.param, max_seq_len=96
-    )
-    return build(options)
+    method = f"draft_model:{draft},num_speculative_tokens=3"
+    return build(BuildOptions(str(target), root / "bundle", method, precision=request.param, max_seq_len=96))
 
 
 @pytest.fixture

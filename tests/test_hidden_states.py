@@ -32,7 +32,6 @@ from tests.engine_bundles import SMALL
 from tests.hidden_states import GREEDY
 from tests.streams import started, tokens_of
 from tests.test_mtp import PUBLISHED
-from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -183,15 +182,15 @@ def test_its_graphs_become_engines(tmp_path, method, widths):
     options: dict[str, Any] = {}
     if method == "mtp":
         make_mtp(target, "glm4_moe", **{**PUBLISHED["glm4_moe"], **SMALL})
-        options = {"methods": ways(mtp=True), "backend": "tensorrt-rtx"}
+        options = {"methods": "mtp", "backend": "tensorrt-rtx"}
     else:
         make_checkpoint(target, "qwen3", **SMALL)
     if method == "eagle3":
         make_eagle3(draft, target, states=(0, 1), draft_vocab=KEPT, size=64, fc_norm=True)
-        options = {"methods": ways(eagle3=draft)}
+        options = {"methods": f"eagle3:{draft}"}
     elif method == "dflash":
         make_dflash(draft, target, states=(1,), size=64, windows=(True, False))
-        options = {"methods": ways(dflash=draft)}
+        options = {"methods": f"dflash:{draft}"}
     build(BuildOptions(str(target), out, max_seq_len=192, max_batch_size=2, **options))
     manifest, library = read_manifest(out), load_library("tensorrt-rtx")
     for role in (method,) if method == "dflash" else ("target", method):

@@ -36,7 +36,6 @@ from specexport.verify.bundle import verify
 from tests.checkpoints import GROUPED, HYBRIDS, VOCAB, make_checkpoint
 from tests.manifests import put
 from tests.streams import started, tokens_of
-from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -191,7 +190,7 @@ def test_a_step_graph_becomes_an_engine(family, layers, tmp_path):
     """Its recurrence is of standard operators that TensorRT-RTX builds; the runtime does not run it on GPUs yet."""
     out, (kinds,) = tmp_path / "bundle", layers.values()
     source = make_checkpoint(tmp_path / "target", family, **layers, num_hidden_layers=len(kinds))
-    build(BuildOptions(str(source), out, methods=ways(lookups=("ngram",)), max_seq_len=64, lowering="portable"))
+    build(BuildOptions(str(source), out, methods="ngram", max_seq_len=64, lowering="portable"))
     graph = out / "fixed.onnx"
     write_source(out / "target.onnx", graph, "fp32", 0, {"B": 1, "S": 128}, compiled=True)
     sizes = {"B": 1, "S": 128, "T": 5, "R": 5, "C": 2}
@@ -312,17 +311,16 @@ def test_chain_only_methods_refuse_trees(tmp_path):
 
     with pytest.raises(BuildError, match="has conv layers; layers without attention run only on CPUs so far"):
         plan(target, None, DEVICES["orin-nano-8gb"], precision="int8", context=64, acceptance=0.5)
-    refused("which read only chains, and 'draft_model'", methods=ways(draft=dense, trees=[tree]))
-    refused("which read only chains, and 'lookahead'", methods=ways(lookahead=(3, 3, 2)))
-    refused("self_draft: .* has layers without attention", methods=ways(self_draft=1))
-    refused("which run only on CPUs so far", methods=ways(lookups=("ngram",)), backend="onnxruntime-cuda")
-    refused("which run only on CPUs so far", dense, methods=ways(draft=target), backend="onnxruntime-cuda")
-    build(
-        BuildOptions(target, tmp_path / "out", max_seq_len=64, methods=ways(draft=dense, sizes=(3,)), precision="int8")
-    )
+    refused("which read only chains, and 'draft_model'", methods={"model": dense, "trees": [tree]})
+    refused("which read only chains, and 'lookahead'", methods="lookahead:3,3,2")
+    refused("self_draft: .* has layers without attention", methods="self_draft:1")
+    refused("which run only on CPUs so far", methods="ngram", backend="onnxruntime-cuda")
+    refused("which run only on CPUs so far", dense, methods=f"draft_model:{target}", backend="onnxruntime-cuda")
+    method = f"draft_model:{dense},num_speculative_tokens=3"
+    build(BuildOptions(target, tmp_path / "out", method, max_seq_len=64, precision="int8"))
     report = verify(tmp_path / "out", max_tokens=12)
     assert report.passed, report
-    build(BuildOptions(dense, tmp_path / "drafted", max_seq_len=64, methods=ways(draft=target, trees=[tree])))
+    build(BuildOptions(dense, tmp_path / "drafted", {"model": target, "trees": [tree]}, max_seq_len=64))
     report = verify(tmp_path / "drafted", max_tokens=12)
     assert report.passed, report
     with pytest.raises(BackendError, match="onnxruntime-cuda does not run layers without attention yet"):

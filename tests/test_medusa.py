@@ -31,7 +31,6 @@ from specexport.training.predictions import measure_over_hidden
 from specexport.verify.bundle import verify
 from tests.checkpoints import FAMILIES, VOCAB, changed, make_checkpoint, make_heads, make_model
 from tests.training import CPU, LANGUAGE, silent, train_over, training_options, windows_of, write_words
-from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -102,7 +101,7 @@ def test_a_full_model_with_heads(tmp_path):
     loaded = read_medusa(model).load(hidden=H, vocab=V)
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, heads[name])
-    build(BuildOptions(target=str(model), methods=ways(medusa=model), output=tmp_path / "bundle", max_seq_len=128))
+    build(BuildOptions(target=str(model), methods=f"medusa:{model}", output=tmp_path / "bundle", max_seq_len=128))
     assert verify(tmp_path / "bundle", prompts=("some of the words",), max_tokens=8).verdict == "passed"
 
 
@@ -218,7 +217,7 @@ def built(tmp_path: Path, checkpoints: dict[str, str]) -> Callable[..., Path]:
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
 @pytest.mark.parametrize("heads", ["heads", "tied"])
 def test_graphs_propose_the_heads_candidates(built, checkpoints, heads, precision):
-    out = built(*ways(medusa=checkpoints[heads]), max_seq_len=256, precision=precision)
+    out = built(f"medusa:{checkpoints[heads]}", max_seq_len=256, precision=precision)
     report = verify(out, prompts=("the words of a text", "other words"), max_tokens=16)
     assert report.verdict == "passed", report
     (check,) = (check for check in report.checks if check.name == "medusa")
@@ -227,7 +226,7 @@ def test_graphs_propose_the_heads_candidates(built, checkpoints, heads, precisio
 
 def test_heads_are_stored_in_fewer_bits_than_an_exact_target(built, tmp_path, checkpoints):
     for precision in ("int8", "fp32"):
-        out = built(*ways(medusa=checkpoints["tied"]), name=precision, draft_precision=precision)
+        out = built(f"medusa:{checkpoints['tied']}", name=precision, draft_precision=precision)
         model = onnx.load(out / "target.onnx", load_external_data=False)
         integers = [
             initializer for initializer in model.graph.initializer if initializer.data_type == onnx.TensorProto.INT8
@@ -245,7 +244,8 @@ def test_heads_are_stored_in_fewer_bits_than_an_exact_target(built, tmp_path, ch
 def test_sizes_make_the_trees_that_suit_the_heads(built, tmp_path):
     heads = random_heads(1, tied=True)
     save_medusa(tmp_path / "heads", heads, torch.zeros(V, H), base="x", accuracy=ACCURACY)
-    (method,) = read_manifest(built(*ways(medusa=tmp_path / "heads", sizes=(4, 1, 7)))).methods
+    medusa = {"method": "medusa", "model": str(tmp_path / "heads"), "num_speculative_tokens": [4, 1, 7]}
+    (method,) = read_manifest(built(medusa)).methods
     assert [sorted(choices) for choices in method.trees] == [
         [(0,), (0, 0), (1,), (2,)],
         [(0,)],
@@ -265,7 +265,7 @@ def test_sizes_make_the_trees_that_suit_the_heads(built, tmp_path):
 )
 def test_invalid_head_options_are_refused(built, tmp_path, checkpoints, options, reason):
     with pytest.raises(BuildError, match=reason):
-        built(*ways(medusa=checkpoints["heads"], **options))
+        built({"method": "medusa", "model": checkpoints["heads"], **options})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -282,8 +282,8 @@ def both(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, str]) 
     """A bundle with a draft and heads, and a tree of 64 nodes: as wide as a prefill chunk."""
     out = tmp_path_factory.mktemp("both") / "bundle"
     wide = TokenTree.best(lambda path: 0.5 ** sum(rank + 1 for rank in path), 64, 8, HEADS)
-    target, trees = checkpoints["target"], (TokenTree.from_choices([[0], [1], [0, 0]]), wide)
-    methods = ways(draft=target, medusa=checkpoints["heads"], trees=trees)
+    target, trees = checkpoints["target"], [TokenTree.from_choices([[0], [1], [0, 0]]), wide]
+    methods = (f"draft_model:{target}", {"method": "medusa", "model": checkpoints["heads"], "trees": trees})
     options = BuildOptions(target, out, methods, max_seq_len=160, posterior_threshold=0.0, posterior_alpha=0.0)
     return build(options)
 

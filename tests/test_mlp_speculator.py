@@ -42,7 +42,6 @@ from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, changed, make_checkpoint, make_model, make_speculator
 from tests.reference import draw_candidates
 from tests.training import CPU, train_over, training_options, windows_of, write_words
-from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -298,7 +297,7 @@ def quantized(
 ) -> Path:
     """A bundle for two slots with a speculator in int8, its stages tied."""
     out = tmp_path_factory.mktemp("quantized") / "bundle"
-    methods = ways(mlp_speculator=speculators(True, True), trees=(TREE,))
+    methods = {"method": "mlp_speculator", "model": str(speculators(True, True)), "trees": [TREE]}
     return build(BuildOptions(str(target), out, methods, max_seq_len=128, max_batch_size=2, block_size=16))
 
 

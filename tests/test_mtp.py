@@ -25,7 +25,6 @@ from tests.checkpoints import GROUPED, VOCAB, changed, make_checkpoint, make_mtp
 from tests.fixtures import Bundles
 from tests.hidden_states import TwoSlots, require_drafted
 from tests.test_mixtures import MIXTURES
-from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -174,7 +173,7 @@ def test_it_is_suggested_for_targets_that_have_one(checkpoint_of, cli):
 def test_targets_without_a_layer_or_with_several_are_refused(tmp_path, checkpoint_of):
     plain = make_checkpoint(tmp_path / "plain", "llama")
     with pytest.raises(BuildError, match=r"no MTP layer: no tensor begins with 'mtp.' or 'model.layers.2.'"):
-        build(BuildOptions(str(plain), tmp_path / "never", methods=ways(mtp=True)))
+        build(BuildOptions(str(plain), tmp_path / "never", methods="mtp"))
     several = changed(copytree(checkpoint_of("glm4_moe"), tmp_path / "several"), num_nextn_predict_layers=3)
     with pytest.raises(BuildError, match="num_nextn_predict_layers is 3; expected 1"):
         read_mtp(several)

@@ -18,7 +18,6 @@ from specexport.runtime.bundle import Bundle
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.make_bundles import PORTABLE
-from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -123,7 +122,7 @@ def test_int8_has_a_scale_for_every_column(tmp_path):
     """Tied embeddings, which are looked up too, and a merged matrix; on every onnxruntime they are fp32 in memory."""
     checkpoint = make_checkpoint(tmp_path / "qwen3", "qwen3")
     options: dict[str, Any] = {"precision": "int8", "lowering": "portable", "max_seq_len": 128}
-    folder = build(BuildOptions(str(checkpoint), tmp_path / "bundle", ways(draft=checkpoint), **options))
+    folder = build(BuildOptions(str(checkpoint), tmp_path / "bundle", f"draft_model:{checkpoint}", **options))
     target = read_manifest(folder).target
     assert target.precision.weights == "int8"
     assert target.precision.block_size is None

@@ -13,7 +13,6 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.verify.bundle import verify
 from tests.checkpoints import make_checkpoint
 from tests.manifests import Document, rewritten
-from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
@@ -36,7 +35,7 @@ def test_no_weight_is_stored_twice(tmp_path, precision):
     target = str(make_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=3))
     options = {"target": target, "precision": precision, "max_seq_len": 128}
     plain = build(BuildOptions(output=tmp_path / "plain", **options))
-    both = build(BuildOptions(output=tmp_path / "both", methods=ways(self_draft=2, sizes=(2,)), **options))
+    both = build(BuildOptions(output=tmp_path / "both", methods="self_draft:2,num_speculative_tokens=2", **options))
     sizes = [(folder / "target.bin").stat().st_size for folder in (plain, both)]
     # Small constants of the second graph apart, such as masks; a matrix alone is several pages.
     assert sizes[0] <= sizes[1] < sizes[0] + 4 * 4096
@@ -52,7 +51,7 @@ def test_layers_it_cannot_have_are_refused(tmp_path, cli):
     target = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
     for count in (0, 2):
         with pytest.raises(BuildError, match=f"layers is {count}, but .* has 2 layers; expected 1 to 1|>= 1"):
-            build(BuildOptions(target=str(target), output=tmp_path / "out", methods=ways(self_draft=count)))
+            build(BuildOptions(target=str(target), output=tmp_path / "out", methods=f"self_draft:{count}"))
     assert not (tmp_path / "out").exists()
     words = ["build", "--target", target, "-o", tmp_path / "out", "--max-seq-len", "128"]
     shown = cli(*words, "--self-draft-layers", "1", "--num-speculative-tokens", "2", "--ngram").words

@@ -15,7 +15,6 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.proposal import Proposal, Proposer, SlotView
 from specexport.runtime.speculative import PLAIN
 from tests.manifests import rewritten
-from tests.ways import ways
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 TEXT = "one two three one two three"
@@ -103,7 +102,7 @@ def test_decoding_is_lossless(tmp_path):
     draft = make_checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1, calm=True)
     reversed_tokenizer(VOCAB).save_pretrained(draft)  # bytes alone, each by another number than the target's
     options = {"target": str(target), "output": tmp_path / "bundle", "max_seq_len": 128}
-    build(BuildOptions(methods=ways(universal_draft=draft), **options))
+    build(BuildOptions(methods=f"universal_draft:{draft}", **options))
     (method,) = read_manifest(tmp_path / "bundle").methods
     assert (tmp_path / "bundle" / method.tokenizer).is_file()
     with Engine.load(tmp_path / "bundle", threads=1) as engine:
@@ -119,7 +118,7 @@ def test_decoding_is_lossless(tmp_path):
     report = verify(tmp_path / "bundle", prompts=(TEXT,), max_tokens=8)
     assert report.verdict == "passed", report
     with pytest.raises(BuildError, match="'draft_model' and 'universal_draft' both have a draft"):
-        build(BuildOptions(methods=ways(draft=draft, universal_draft=draft), **options, overwrite=True))
+        build(BuildOptions(methods=(f"draft_model:{draft}", f"universal_draft:{draft}"), **options, overwrite=True))
 
 
 def test_the_tokenizer_must_be_listed(tmp_path, bundle):

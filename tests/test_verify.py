@@ -28,7 +28,6 @@ from specexport.verify.bundle import Check, VerifyReport, check_graphs, render, 
 from specexport.verify.logits import LIMITS, TokenAgreement, rounds
 from tests.checkpoints import changed, make_checkpoint
 from tests.manifests import cached_as_the_hub_does, put, relist
-from tests.ways import ways
 
 pytestmark = pytest.mark.exporter
 
@@ -47,8 +46,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _build(checkpoints: dict[str, Path], output: Path, sizes: tuple[int, ...], **options: Any) -> Path:
-    methods = ways(draft=checkpoints["draft"], sizes=sizes)
-    return build(BuildOptions(str(checkpoints["target"]), output, methods, max_seq_len=128, **options))
+    draft = {"model": str(checkpoints["draft"]), "num_speculative_tokens": sizes}
+    return build(BuildOptions(str(checkpoints["target"]), output, draft, max_seq_len=128, **options))
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,13 @@
 
 import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from filelock import FileLock
 
 from specexport.contract.engines import EngineRuntime
-from specexport.contract.methods import Method
 from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
 from specexport.exporter.build import build
@@ -23,8 +23,7 @@ from tests.checkpoints import (
     make_mtp,
     make_speculator,
 )
-from tests.make_bundles import reversed_tokenizer
-from tests.ways import ways
+from tests.make_bundles import reversed_tokenizer, texts, way
 
 BACKEND: EngineRuntime = "onnxruntime-cuda"
 SLOTS = (1, 4)
@@ -116,36 +115,38 @@ def make(name: str, root: Path) -> Path:
     return folder
 
 
-def _methods(checkpoints: Path) -> dict[str, tuple[Method, ...]]:
+def _methods(checkpoints: Path) -> dict[str, Sequence[dict[str, Any]]]:
     """What each kind of bundle is built with; ways to look text up are in every bundle."""
-    draft, heads, stages = (checkpoints / name for name in ("draft", "heads", "speculator"))
-    eagle3, dflash = (checkpoints / name for name in ("eagle3", "dflash"))
+    draft, heads, stages, eagle3, dflash = (
+        {"model": str(checkpoints / name)} for name in ("draft", "heads", "speculator", "eagle3", "dflash")
+    )
+    tree = {"trees": [_TREE]}
     return {
-        "hybrid": (
-            *ways(draft=draft, trees=(_TREE,)),
-            *ways(eagle3=eagle3, trees=(_TREE,)),
-            *ways(dflash=dflash, trees=(_TREE,)),
-            *ways(medusa=heads, trees=(_TREE,)),
-            *ways(mlp_speculator=stages, sizes=(_STAGES,)),
-            *ways(self_draft=1, sizes=(2,)),
-            *ways(lookups=("ngram", "suffix", "hypothesis"), sizes=(3,)),
-            *ways(lookahead=(2, 2, 2)),
-        ),
-        "medusa_draft": ways(draft=draft, draft_medusa=checkpoints / "draft-heads", sizes=(3,)),
-        "universal_draft": ways(universal_draft=checkpoints / "other", sizes=(2,)),
-        "draft_model": ways(draft=draft, sizes=(4, 2)),
-        "eagle3": ways(eagle3=eagle3, sizes=(3,)),
-        "dflash": ways(dflash=dflash, sizes=(3,)),
-        "mtp": ways(mtp=True, sizes=(3,)),
-        "medusa": ways(medusa=heads, sizes=(_STAGES,)),
-        "mlp_speculator": ways(mlp_speculator=stages, trees=(_TREE,)),
-        "self_draft": ways(self_draft=1, trees=(_TREE,)),
-        "plain": (),
-        "split": ways(draft=draft, sizes=(3,)),
+        "hybrid": [
+            way("draft_model", **draft, **tree),
+            way("eagle3", **eagle3, **tree),
+            way("dflash", **dflash, **tree),
+            way("medusa", **heads, **tree),
+            way("mlp_speculator", _STAGES, **stages),
+            way("self_draft", 2, layers=1),
+            *texts(3),
+            way("lookahead", preset="2,2,2"),
+        ],
+        "medusa_draft": [way("medusa_draft", 3, **draft, medusa=str(checkpoints / "draft-heads"))],
+        "universal_draft": [way("universal_draft", 2, model=str(checkpoints / "other"))],
+        "draft_model": [way("draft_model", 4, 2, **draft)],
+        "eagle3": [way("eagle3", 3, **eagle3)],
+        "dflash": [way("dflash", 3, **dflash)],
+        "mtp": [way("mtp", 3)],
+        "medusa": [way("medusa", _STAGES, **heads)],
+        "mlp_speculator": [way("mlp_speculator", **stages, **tree)],
+        "self_draft": [way("self_draft", layers=1, **tree)],
+        "plain": [],
+        "split": [way("draft_model", 3, **draft)],
     }
 
 
-def methods(kind: str, checkpoints: Path) -> tuple[Method, ...]:
+def methods(kind: str, checkpoints: Path) -> Sequence[dict[str, Any]]:
     """What a kind of bundle is built with."""
     return _methods(checkpoints)[kind]
 
