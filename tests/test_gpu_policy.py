@@ -146,18 +146,6 @@ def test_look_ups_take_the_place_of_a_draft(load, engine, gpu):
         assert gpu.cuda.launches - before <= done.stats.steps + counts.get("draft_model", 0) + 2
 
 
-@pytest.mark.parametrize(("row", "most"), [(0.0, 8), (1.6e-4, 2), (6e-4, 0)])
-def test_a_step_drafts_as_many_tokens_as_pay(row, most, load):
-    """By rows that cost nothing, a quarter of a plain step, and all of one."""
-    with load("dice-mixed", lambda _, tokens: 6e-4 + row * (tokens - 1), lambda *_: 1e-5) as measured:
-        for _ in range(3):
-            done = measured.generate(PROMPT, LONG, {"method": "draft_model"})
-        sizes = {size for sizes in done.stats.steps_by_draft.values() for size in sizes}
-        assert max(sizes) == most
-        named = measured.generate(PROMPT, GREEDY, {"method": "draft_model", "num_speculative_tokens": 8})
-        assert named.stats.steps_by_draft["draft_model"].keys() == {8}
-
-
 def test_a_draft_catches_up_and_drafts_in_the_step(load, gpu):
     """After plain steps it reads the text that it missed, and then proposes on the device at once: two launches."""
     with load("dice-mixed", lambda *_: 6e-4, lambda *_: 1e-5, 1e-5) as measured:

@@ -8,7 +8,6 @@ import os
 import pickle
 import pty
 import struct
-import subprocess
 import sys
 import termios
 from pathlib import Path
@@ -22,6 +21,7 @@ from specexport.contract.errors import BackendError, BuildError, RequestError
 from specexport.contract.methods import MethodOptions, known, method_type, options_type, read_methods
 from specexport.contract.tree import TokenTree
 from tests.fixtures import Bundles
+from tests.threads import python
 
 NAME = "llama-near"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -92,7 +92,7 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 
 def test_a_forked_process_opens_its_own(bundle):
     """Freeing the parent's waits for threads that a child does not have."""
-    subprocess.run([sys.executable, "-c", FORKED, bundle(NAME)], check=True, timeout=120)
+    python(FORKED, bundle(NAME))
 
 
 def test_outputs_are_the_engines_in_order(llm, engine):
@@ -412,6 +412,4 @@ def test_a_thread_may_outlive_the_main_one(bundle):
         "    print(len(llm.generate([[5, 6]] * 2, SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)))\n"
         "threading.Thread(target=generate).start()\n"
     )
-    words = [sys.executable, "-c", code, str(bundle("llama-near"))]
-    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+    assert python(code, bundle("llama-near")) == "2\n"

@@ -5,7 +5,6 @@ What a step does on a device is tested in test_step_program.py, and is the same 
 
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,7 @@ from specexport.runtime.request import complete
 from specexport.runtime.speculative import PLAIN
 from specexport.verify.bundle import check_graphs
 from tests.checkpoints import make_checkpoint
-from tests.cuda_stand_in import StandIn
+from tests.cuda_stand_in import StandIn, real
 from tests.fixtures import Bundles
 from tests.manifests import put
 from tests.onnxruntime_stand_in import CUDA, OnnxRuntimeGpu
@@ -196,9 +195,21 @@ def test_graphs_that_need_the_cpu_leave_acceptance_to_the_host(load, engine, gpu
         same(ours, engine("dice-near").generate([7, 9, 11], SAMPLED))
 
 
-def test_a_run_that_fails_is_an_error_of_ours(load, gpu):
-    gpu.failing = True
-    with pytest.raises(BackendError, match=r"onnxruntime did not run the graph at b1\.t1\S*: out of kernels"):
+@pytest.mark.parametrize(
+    ("fault", "value", "message"),
+    [
+        ("failing", True, r"onnxruntime did not run the graph at b1\.t1\S*: out of kernels"),
+        (
+            "on_cpu",
+            ("TensorScatter",),
+            r"target.*\.onnx: onnxruntime would run \d+ nodes on the CPU \(\d+ TensorScatter",
+        ),
+        ("without_libraries", True, "CUDAExecutionProvider could not be loaded"),  # no silent detour
+    ],
+)
+def test_faults_of_onnxruntime_are_named(fault, value, message, load, gpu):
+    setattr(gpu, fault, value)
+    with pytest.raises(BackendError, match=message):
         load("llama-near")
 
 
@@ -227,20 +238,6 @@ def test_bundles_for_the_gpu_run_on_the_cpu(load, engine):
         same(on_gpu.generate([7, 9, 11], SAMPLED), engine("dice-mixed").generate([7, 9, 11], SAMPLED))
 
 
-def test_nodes_on_the_cpu_are_refused_by_name(load, gpu):
-    gpu.on_cpu = ("TensorScatter",)
-    with pytest.raises(
-        BackendError, match=r"target.*\.onnx: onnxruntime would run \d+ nodes on the CPU \(\d+ TensorScatter"
-    ):
-        load("llama-near")
-
-
-def test_missing_libraries_are_no_silent_detour(load, gpu):
-    gpu.without_libraries = True
-    with pytest.raises(BackendError, match="CUDAExecutionProvider could not be loaded"):
-        load("llama-near")
-
-
 def test_too_small_a_part_of_the_memory(load, gpu):
     with pytest.raises(BackendError, match=r"loading target.bin needs .* --gpu-memory-utilization"):
         load("llama-near", gpu_memory_utilization=1e-4)
@@ -264,17 +261,12 @@ def test_the_wrong_onnxruntime_is_named(monkeypatch):
     assert CUDA == ort.PROVIDER
 
 
-def test_machines_without_a_gpu_get_an_error(bundle):
-    from cuda.bindings import runtime
-
-    status, count = runtime.cudaGetDeviceCount()
+def test_machines_without_a_gpu_get_an_error(bundle, cli):
+    status, count = real.cudaGetDeviceCount()
     if not int(status) and count:
         pytest.skip("there is a GPU here")
-    command = [sys.executable, "-m", "specexport", "run", str(bundle("llama-near")), "--backend", "onnxruntime-cuda"]
-    done = subprocess.run([*command, "-p", "x"], capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "no NVIDIA driver was found" in done.stderr
-    assert "Traceback" not in done.stderr
+    printed = cli("run", bundle("llama-near"), "--backend", "onnxruntime-cuda", "-p", "x", status=1)
+    assert "no NVIDIA driver was found" in printed.err and printed.err.count("\n") == 1
 
 
 # --- building for it --------------------------------------------------------------------------------------------------

@@ -187,8 +187,9 @@ def test_invalid_configurations_are_named(tmp_path):
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 
-def test_plan_of_a_bundle_needs_no_torch(bundle):
+def test_a_bundle_is_planned_for_without_torch(bundle):
     folder = bundle("llama-near")
+    assert answered("suggest", folder)
     words = ["plan", "--target", folder, "--device", "orin-nano-8gb", "--acceptance", "0.5", "--json"]
     document = json.loads(answered(*words))
     target, draft = document["models"]
@@ -265,11 +266,6 @@ def test_a_configuration_is_all_that_suggest_and_plan_need(tmp_path, tied, cli):
         shown = cli("plan", folder, "--draft", tied, "--device", "orin-nano-8gb").out
         assert f"{meta_model(large).num_parameters():,}" in shown
         assert "with draft_model" in shown
-
-
-def test_bundles_need_no_torch(bundle):
-    assert answered("suggest", bundle("llama-near"))
-    assert answered("plan", bundle("llama-near"), "--device", "orin-nano-8gb")
 
 
 def test_of_the_hub_no_weights_are_fetched(tmp_path, tied, cli):
