@@ -19,6 +19,7 @@ from specexport.server.tools import HERMES, LLAMA, Calling, CallReader, call_for
 from tests import serving
 from tests.fixtures import Bundles
 from tests.serving import NAME, Served, served, with_chat_template
+from tests.test_constraint import accepts
 
 RECORDED = json.loads(Path(__file__).with_name("client_requests.json").read_text())
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
@@ -178,10 +179,7 @@ def test_every_character_may_be_escaped(running):
     for letter in (*map(chr, range(1, 128)), "\x85", "é", "\u2028", "\U0001f642"):
         text = f"a{letter}b"
         (bound,) = StructuredOutputs(regex=re.escape(text)).bounds()
-        matcher = engine._grammars.constraint("grammar", bound["grammar"])._matcher
-        tokens = engine.tokenizer.encode(text, add_special_tokens=False).ids
-        assert matcher.try_consume_tokens(tokens) == len(tokens), letter
-        assert matcher.is_accepting(), letter
+        assert accepts(engine, "grammar", bound["grammar"], text), letter
 
 
 def test_tools_that_no_grammar_binds_are_named(running):
@@ -216,9 +214,7 @@ def test_grammars_accept_exactly_the_models_formats(running, form, forced):
     two = written(form, [("keep", ARGUMENTS[0]), ("lose", ARGUMENTS[1])])
 
     def taken(text: str) -> bool:
-        matcher = engine._grammars.constraint("grammar", grammar)._matcher
-        tokens = engine.tokenizer.encode(text, add_special_tokens=False).ids
-        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+        return accepts(engine, "grammar", grammar, text)
 
     assert taken(first)
     assert taken(two) == bool(form.begin)

@@ -51,6 +51,13 @@ def grammars(engine: Engine) -> Grammars:
     return Grammars(engine.tokenizer, engine.manifest.target.vocab_size, engine.manifest.tokenizer.eos_token_ids)
 
 
+def accepts(engine: Engine, kind: str, bound: str, text: str | list[int], **options: bool) -> bool:
+    """Whether a whole text, or one of these tokens, fits a schema or a grammar."""
+    matcher = grammars(engine).constraint(kind, bound, **options)._matcher
+    tokens = engine.tokenizer.encode(text, add_special_tokens=False).ids if isinstance(text, str) else text
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_every_node_has_the_mask_of_its_own_path(engine, seed):
     factory, schema, random = grammars(engine("llama-near")), json.dumps(PERSON), np.random.default_rng(seed)
@@ -203,12 +210,6 @@ def test_keywords_that_constrain_nothing_are_accepted(engine):
             compiled.constraint("json_schema", json.dumps({"type": "string", **other}))
 
 
-def matches(engine: Engine, schema: Any, text: str) -> bool:
-    matcher = grammars(engine).constraint("json_schema", json.dumps(schema))._matcher
-    tokens = engine.tokenizer.encode(text).ids
-    return bool(matcher.try_consume_tokens(tokens) == len(tokens)) and bool(matcher.is_accepting())
-
-
 @pytest.mark.parametrize(
     ("schema", "allowed", "refused"),
     [
@@ -233,7 +234,7 @@ def matches(engine: Engine, schema: Any, text: str) -> bool:
 def test_what_llguidance_does_not_follow_is_rewritten(engine, schema, allowed, refused):
     schema = {"type": "string", **schema} if "pattern" in schema else schema
     for text in allowed + refused:
-        assert matches(engine("llama-near"), schema, text) == (text in allowed), text
+        assert accepts(engine("llama-near"), "json_schema", json.dumps(schema), text) == (text in allowed), text
 
 
 @pytest.mark.parametrize(
@@ -434,12 +435,8 @@ def test_white_space_is_bounded(engine, bound):
 
 
 def test_a_schema_chooses_its_white_space(engine):
-    factory, encode = grammars(engine("llama-near")), engine("llama-near").tokenizer.encode
-
     def taken(schema: Any, text: str) -> bool:
-        matcher = factory.constraint("json_schema", json.dumps(schema))._matcher
-        tokens = encode(text).ids
-        return bool(matcher.try_consume_tokens(tokens) == len(tokens))
+        return accepts(engine("llama-near"), "json_schema", json.dumps(schema), text)
 
     pretty = json.dumps({"a": 1, "b": "x"}, indent=4)
     for text, default, flexible, compact in (

@@ -16,6 +16,7 @@ from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.chat import ChatTemplate
 from specexport.runtime.constraint import Grammars
 from specexport.runtime.speculative import PLAIN
+from specexport.server.answers import AssistantCall
 from specexport.server.chat import with_calls
 from specexport.server.request_parts import Function
 from specexport.server.tool_arguments import Marks
@@ -29,7 +30,7 @@ from specexport.server.tools import QWEN_CODER as QWEN_CODER_FORM
 from specexport.server.tools import Calling, CallReader, call_format, template_tools, whole_calls
 from tests.fixtures import Bundles
 from tests.serving import NAME, Served, served
-from tests.test_constraint import grammars
+from tests.test_constraint import accepts
 from tests.threads import wait_until
 from tests.tool_families import FAMILIES, GPT_OSS, HERMES, LFM2_EARLIER, QWEN3, Family, family_bundle
 
@@ -145,15 +146,9 @@ def test_beside_calls_an_answer_may_be_json(family, running, client):
     tools = [Function.model_validate(tool["function"]) for tool in TOOLS]
     calling = Calling(form, tools, forced=False, parallel=True, schema=json.dumps(schema))
     for said, fits in ((begin + text, True), (f"{begin}well {text}", False)):
-        tokens = engine.tokenizer.encode(said, add_special_tokens=False).ids
-        bound = Grammars(engine.tokenizer, 320, engine.manifest.tokenizer.eos_token_ids).constraint(
-            "grammar", calling.grammar(), skip_special_tokens=False
-        )
-        assert (bound._matcher.try_consume_tokens(tokens) == len(tokens)) == fits
+        assert accepts(engine, "grammar", calling.grammar(), said, skip_special_tokens=False) == fits
     for size in (1, 5):
-        reader, whole = CallReader(calling), begin + text
-        parts = [reader.push(whole[at : at + size], at + size >= len(whole)) for at in range(0, len(whole), size)]
-        assert ("".join(part for part, _ in parts), reader.calls) == (text, 0)
+        assert read_in_parts(calling, begin + text, size) == (text, [])
 
 
 def test_a_call_goes_back_into_the_prompt(family, client):
@@ -190,6 +185,16 @@ def test_calls_that_a_template_leaves_out_are_part_of_the_text():
         assert with_calls(message, QWEN3.template) is message
 
 
+def read_in_parts(calling: Calling, text: str, size: int) -> tuple[str, list[AssistantCall]]:
+    """What is read of an answer that comes in parts of a size: its text, and its calls."""
+    reader, said, pieces = CallReader(calling), "", []
+    for at in range(0, len(text), size):
+        output, more = reader.push(text[at : at + size], at + size >= len(text))
+        said += output
+        pieces += more
+    return said, whole_calls(pieces)
+
+
 def one_by_one(values: dict[str, str], marks: Marks | Notation) -> str:
     if isinstance(marks, Notation):
         return marks.arguments(values)
@@ -217,16 +222,9 @@ def test_a_familys_calls_are_taken_and_read(family, running, special, forced):
     plain = Tokenizer.from_str(engine.tokenizer.to_str())
     plain.encode_special_tokens = not special
     tokens = plain.encode(text, add_special_tokens=False).ids
-    bound = Grammars(engine.tokenizer, 320, engine.manifest.tokenizer.eos_token_ids).constraint(
-        "grammar", calling.grammar(), skip_special_tokens=False
-    )
-    assert bound._matcher.try_consume_tokens(tokens) == len(tokens)
-    assert bound._matcher.is_accepting()
+    assert accepts(engine, "grammar", calling.grammar(), tokens, skip_special_tokens=False)
     for size in (1, 5, len(text)):
-        reader = CallReader(calling)
-        cuts = range(0, len(text), size)
-        pieces = [piece for at in cuts for piece in reader.push(text[at : at + size], at + size >= len(text))[1]]
-        (call,) = whole_calls(pieces)
+        _, (call,) = read_in_parts(calling, text, size)
         assert (call.function.name, call.function.arguments) == ("lo.s-e_2", arguments)
 
 
@@ -269,18 +267,9 @@ def test_parameters_that_are_written_one_by_one_are_read(engine, form, used, opt
     head, marks = form.head_of("f").replace(r"\n", "\n"), form.marks
     assert marks is not None
     text = f"{form.begin}{head}{one_by_one(written, marks)}{form.tail}{form.end}"
-    bound = grammars(near).constraint("grammar", calling.grammar(), skip_special_tokens=False)
-    tokens = near.tokenizer.encode(text, add_special_tokens=False).ids
-    assert bound._matcher.try_consume_tokens(tokens) == len(tokens)
-    assert bound._matcher.is_accepting()
-    size = data.draw(st.integers(1, len(text)))
-    reader, pieces = CallReader(calling), []
-    for at in range(0, len(text), size):
-        output, more = reader.push(text[at : at + size], at + size >= len(text))
-        assert not output
-        pieces += more
-    (call,) = whole_calls(pieces)
-    assert call.function.name == "f"
+    assert accepts(near, "grammar", calling.grammar(), text, skip_special_tokens=False)
+    said, (call,) = read_in_parts(calling, text, data.draw(st.integers(1, len(text))))
+    assert (said, call.function.name) == ("", "f")
     assert json.loads(call.function.arguments) == values
 
 
@@ -326,16 +315,9 @@ def test_arguments_in_other_notations_are_read(engine, form, used, optional, dat
     arguments = notation.brackets[0] + notation.separator.join(members) + notation.brackets[1]
     text = f"{form.begin}{form.opening[1:]}{form.head_of('f')}{arguments}{form.end}"
     calling = Calling(form, [Function(name="f", parameters=schema)], forced=True, parallel=False)
-    bound = grammars(near).constraint("grammar", calling.grammar(), skip_special_tokens=False)
-    tokens = near.tokenizer.encode(text, add_special_tokens=False).ids
-    assert bound._matcher.try_consume_tokens(tokens) == len(tokens), text
-    assert bound._matcher.is_accepting()
-    size = data.draw(st.integers(1, len(text)))
-    reader, pieces = CallReader(calling), []
-    for at in range(0, len(text), size):
-        pieces += reader.push(text[at : at + size], at + size >= len(text))[1]
-    (call,) = whole_calls(pieces)
-    assert call.function.name == "f"
+    assert accepts(near, "grammar", calling.grammar(), text, skip_special_tokens=False), text
+    said, (call,) = read_in_parts(calling, text, data.draw(st.integers(1, len(text))))
+    assert (said, call.function.name) == ("", "f")
     assert json.loads(call.function.arguments) == values
 
 
