@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 
@@ -26,6 +27,7 @@ from specexport.exporter.engines import compiler
 from specexport.exporter.engines.bundle import compile_bundle
 from specexport.exporter.engines.source import write_segments, write_source
 from specexport.exporter.options import BuildOptions, CompileOptions
+from specexport.exporter.passes.ranks import cut
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.backends.cuda import nccl
 from specexport.runtime.backends.cuda.memory import Tensor
@@ -110,38 +112,61 @@ def test_the_network_has_a_collective_for_each_meeting(split, tmp_path):
         ("glm4_moe", 6, {"n_shared_experts": 1, "first_k_dense_replace": 0, "head_dim": 16}),  # experts alike
     ],
 )
-def test_graphs_with_collectives_equal_their_segments(family, meetings, more, tmp_path, monkeypatch):
-    """Both ranks' graphs in one, in which a collective reads what both have; then the segments for ONNX Runtime."""
+def test_graphs_with_collectives_equal_the_cpus_segments(family, meetings, more, tmp_path, monkeypatch):
+    """TensorRT's and ONNX Runtime's, cut at the collectives and run with what these do in between."""
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if more else {}
     make_checkpoint(tmp_path / family, family, **{**GROUPED, "num_key_value_heads": 4}, **experts, **more)
     folder = tmp_path / "bundle"
     options: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 2, "backend": "tensorrt-rtx"}
     build(BuildOptions(str(tmp_path / family), folder, (), 2, **options))
     manifest = read_manifest(folder)
-    for fixed in ({"B": 1}, {}):
-        parts = []
+    expected = {slots: _expected(folder, manifest, slots) for slots in (1, 2)}
+    for slots, fixed, by_tensorrt in ((1, {"B": 1}, True), (2, {}, True), (2, {}, False)):
+        _combine_by(np.concatenate if by_tensorrt else np.stack, monkeypatch)
+        ranks = []
         for files in manifest.target.ranks:
-            source = (folder / files.master).with_suffix(".joined.onnx")
-            write_source(folder / files.master, source, "fp32", 0, fixed, compiled=True, ranks=2)
-            parts.append(onnx.load(source, load_external_data=False))
-            assert [node.op_type for node in parts[-1].graph.node].count("DistCollective") == meetings
-        (folder / "both.onnx").write_bytes(_together(parts).SerializeToString())
-        inputs, expected = _expected(folder, manifest, slots=1 if fixed else 2)
-        _compare(folder, inputs, expected)
-    ranks = []
-    for files in manifest.target.ranks:
-        source = (folder / files.master).with_suffix(".apart.onnx")
-        write_source(folder / files.master, source, "fp32", 0, {}, compiled=False, ranks=2)
-        ranks.append([onnxruntime.InferenceSession(str(path)) for path in write_segments(source, {})])
-    monkeypatch.setattr(segments, "_whole", lambda name, part, ranks: (ranks, *part) if "join" in name else part)
-    monkeypatch.setattr(segments, "combine", _as_nccl)
-    outputs = segments.AllRanks(ranks).run(list(expected), inputs)
-    for output, wanted in zip(outputs, expected.values(), strict=True):
-        np.testing.assert_allclose(output, wanted, atol=1e-5)
+            source = (folder / files.master).with_suffix(".source.onnx")
+            write_source(folder / files.master, source, "fp32", 0, fixed, compiled=by_tensorrt, ranks=2)
+            model = ir.load(source)
+            if by_tensorrt:
+                assert _as_in_the_master(model) == ["SumOfRanks"] * (meetings - 1) + ["JoinOfRanks"]
+            ranks.append([_opened(part, folder) for part in cut(model, repeat_sizes=True)])
+        inputs, wanted = expected[slots]
+        outputs = segments.AllRanks(ranks).run(list(wanted), inputs)
+        for name, output in zip(wanted, outputs, strict=True):
+            np.testing.assert_allclose(output, wanted[name], atol=1e-5, err_msg=name)
 
 
-def _as_nccl(name: str, parts: Any, whole: Any) -> None:
-    whole[...] = np.stack(parts) if name.startswith("join.") else sum(parts)
+def _combine_by(join: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are joined as the collectives of TensorRT do it, or NCCL's."""
+
+    def whole(name: str, part: Sequence[int], ranks: int) -> Sequence[int]:
+        return join([np.empty(part)] * ranks).shape if name.startswith("join.") else part
+
+    def combine(name: str, parts: Any, whole: Any) -> None:
+        whole[...] = join(parts) if name.startswith("join.") else sum(parts)
+
+    monkeypatch.setattr(segments, "_whole", whole)
+    monkeypatch.setattr(segments, "combine", combine)
+
+
+def _opened(part: ir.Model, folder: Path) -> onnxruntime.InferenceSession:
+    ir.save(part, folder / "part.onnx")
+    return onnxruntime.InferenceSession(str(folder / "part.onnx"))
+
+
+def _as_in_the_master(model: ir.Model) -> list[str]:
+    """Puts the operators of masters, at which graphs are cut, in the place of TensorRT's collectives; their names."""
+    operators, names = {("all_reduce", "sum"): "SumOfRanks", ("all_gather", "none"): "JoinOfRanks"}, []
+    for node in model.graph:
+        if node.op_type == "DistCollective":
+            text = {name: attribute.value for name, attribute in node.attributes.items()}
+            assert (text["nb_rank"], text["root"], text["group_size"]) == (2, -1, 0)
+            node.op_type = operators[text["collective_operation"], text["reduce_op"]]
+            node.domain = tensors.COLLECTIVE_DOMAIN
+            names.append(node.op_type)
+    model.graph.opset_imports[tensors.COLLECTIVE_DOMAIN] = 1
+    return names
 
 
 def _expected(folder: Path, manifest: Manifest, slots: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -159,69 +184,6 @@ def _expected(folder: Path, manifest: Manifest, slots: int) -> tuple[dict[str, A
     fields["logits_rows"] = np.tile([0, 2], (slots, 1))
     names = [tensor.name for tensor in whole.get_outputs()]
     return fields, dict(zip(names, whole.run(None, fields), strict=True))
-
-
-def _compare(folder: Path, arguments: dict[str, Any], expected: dict[str, Any]) -> None:
-    session = onnxruntime.InferenceSession(str(folder / "both.onnx"))
-    both = {}
-    for rank in range(2):
-        for name, array in arguments.items():
-            expected_own = np.split(array, 2, 1)[rank] if name.startswith(tensors.CACHES) else array
-            both[f"{rank}/{name}"] = expected_own
-    outputs = dict(zip((tensor.name for tensor in session.get_outputs()), session.run(None, both), strict=True))
-    for name in expected:
-        parts = [outputs[f"{rank}/{name}"] for rank in range(2)]
-        if name == "logits":
-            np.testing.assert_allclose(parts[0], expected[name], atol=1e-5)
-            np.testing.assert_array_equal(*parts)
-        else:
-            np.testing.assert_allclose(np.concatenate(parts, 1), expected[name], atol=1e-5)
-
-
-def _together(parts: list[onnx.ModelProto]) -> onnx.ModelProto:
-    """One graph of all, with what each collective makes of the parts of all."""
-    whole = onnx.GraphProto(name="both")
-    meetings: list[list[tuple[str, str]]] = []
-    waiting: list[list[onnx.NodeProto]] = []
-    for rank, part in enumerate(parts):
-        nodes, met = [], []
-        for node in part.graph.node:
-            for names in (node.input, node.output):
-                for at, name in enumerate(names):
-                    names[at] = name and f"{rank}/{name}"
-            node.name = f"{rank}/{node.name}"
-            if node.op_type == "DistCollective":
-                text = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
-                assert (text["nb_rank"], text["root"], text["group_size"]) == (len(parts), -1, 0)
-                kind = text["collective_operation"].decode(), text["reduce_op"].decode()
-                met.append((*kind, *node.input, *node.output))
-            nodes.append(node)
-        meetings.append(met)
-        waiting.append(nodes)
-        for tensor in part.graph.initializer:
-            tensor.name = f"{rank}/{tensor.name}"
-        for value in (*part.graph.input, *part.graph.output):
-            value.name = f"{rank}/{value.name}"
-        whole.initializer.extend(part.graph.initializer)
-        whole.input.extend(part.graph.input)
-        whole.output.extend(part.graph.output)
-    at = 0
-    while any(waiting):
-        for nodes in waiting:
-            while nodes and nodes[0].op_type != "DistCollective":
-                whole.node.append(nodes.pop(0))
-        if not any(waiting):
-            break
-        every = [met[at] for met in meetings]
-        assert len({attribute[:2] for attribute in every}) == 1
-        result = {("all_reduce", "sum"): ("Sum", {}), ("all_gather", "none"): ("Concat", {"axis": 0})}[every[0][:2]]
-        for rank, nodes in enumerate(waiting):
-            nodes.pop(0)
-            whole.node.append(
-                onnx.helper.make_node(result[0], [attribute[2] for attribute in every], [every[rank][3]], **result[1])
-            )
-        at += 1
-    return onnx.helper.make_model(whole, opset_imports=parts[0].opset_import, ir_version=parts[0].ir_version)
 
 
 def test_libraries_without_collectives_are_refused(split, tmp_path, monkeypatch):
