@@ -322,15 +322,25 @@ def parsed_methods(*words: str) -> tuple[MethodOptions, ...]:
             "lookahead:window=4,ngram=3,guesses=4,prompt_seeding=false",
             {"method": "lookahead", "window": 4, "ngram": 3, "guesses": 4, "prompt_seeding": False},
         ),
-        ("self_draft:8", {"method": "self_draft", "layers": 8}),
+        ("self_draft:8,num_speculative_tokens=3", {"method": "self_draft", "layers": 8, "num_speculative_tokens": 3}),
+        ("draft_model:d,num_speculative_tokens=5", {"model": "d", "num_speculative_tokens": 5}),
+        ("universal_draft:d", {"method": "universal_draft", "model": "d"}),
+        ("mlp_speculator:s", {"method": "mlp_speculator", "model": "s"}),
+        ("eagle3:e,num_speculative_tokens=3", {"method": "eagle3", "model": "e", "num_speculative_tokens": 3}),
+        ("dflash:d,num_speculative_tokens=7", {"method": "dflash", "model": "d", "num_speculative_tokens": 7}),
+        ("suffix", {"method": "suffix"}),
+        ("hypothesis", {"method": "hypothesis"}),
+        ("lookahead", {"method": "lookahead"}),
     ],
 )
 def test_a_method_is_spelled_in_one_way_everywhere(text, mapping):
     """As ``--method``, as JSON in ``--speculative-config``, and as the mapping that ``LLM`` takes."""
-    expected = read_methods(mapping)
-    assert parsed_methods("--method", text) == expected
-    assert read_methods(json.dumps(mapping)) == expected
-    assert read_methods(text) == expected
+    method = options_type(method_type(mapping.get("method", "draft_model")))
+    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in mapping.items()}
+    if "trees" not in mapping:  # which are read
+        assert read_methods(mapping) == (method(**{key: fields[key] for key in fields.keys() - {"method"}}),)
+    assert parsed_methods("--method", text) == read_methods(json.dumps(mapping)) == read_methods(mapping)
+    assert read_methods(text) == read_methods(mapping)
 
 
 @pytest.mark.parametrize(
