@@ -75,13 +75,15 @@ class Batch:
         for request in self.requests:
             request.history.unread = 0
 
-    def step(self, accepted: Callable[[int], int]) -> list[int]:
-        """Takes a step in which of a path of each depth so many tokens are accepted; nodes verified by each request."""
+    def step(self, accepted: Callable[[int], int], rejected: int | None = None) -> list[int]:
+        """Takes a step in which of a path of each depth so many tokens are accepted, and none of one request; nodes
+        verified by each request.
+        """
         self.budget.assign(self.requests)
         trees = [request.view.tree for request in self.requests]
         outcomes = []
-        for tree in trees:
-            kept = accepted(tree.depth) if len(tree) > 1 else 0
+        for at, tree in enumerate(trees):
+            kept = accepted(tree.depth) if len(tree) > 1 and at != rejected else 0
             outcomes.append(Outcome([0] * (kept + 1), verified=Verified(tree, (), range(kept))))
         self.budget.learn(self.requests, StepResult(outcomes, 0.0, 0.0, 0.0, "host"), 1.0)
         return [len(tree) for tree in trees]
@@ -214,14 +216,8 @@ def test_rejections_affect_only_their_request(manifest):
     """All slots pay for the widest tree, so that one that is always rejected costs nothing beside the others."""
     batch = Batch(manifest, curve(manifest, lambda _, tokens: 4.0 + tokens), 4, 5)
     for _ in range(40):
-        batch.budget.assign(batch.requests)
-        trees = [request.view.tree for request in batch.requests]
-        kept = [tree.depth if at < 3 else 0 for at, tree in enumerate(trees)]
-        outcomes = [
-            Outcome([0] * (k + 1), verified=Verified(tree, (), range(k))) for k, tree in zip(kept, trees, strict=True)
-        ]
-        batch.budget.learn(batch.requests, StepResult(outcomes, 0.0, 0.0, 0.0, "host"), 1.0)
-    assert {len(tree) for tree in trees[:3]} == {5}
+        widths = batch.step(lambda k: k, rejected=3)
+    assert widths[:3] == [5] * 3
     chances = [request.history.acceptance(request.view.method, 0).expected(1)[1] for request in batch.requests]
     assert min(chances[:3]) > 0.9
     assert chances[3] < 0.2
