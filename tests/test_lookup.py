@@ -369,22 +369,6 @@ def test_a_method_is_built_once():
         BuildOptions("x", Path("y"), ["ngram", {"method": "ngram", "prompt_lookup_max": 3}])
 
 
-@pytest.mark.exporter
-def test_build_on_the_command_line(tmp_path, cli):
-    from tests.checkpoints import make_checkpoint
-
-    target = str(make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1))
-    out = tmp_path / "bundle"
-    words = ["build", "--target", target, "-o", str(out), "--max-seq-len", "128"]
-    cli(*words, "--suffix", "--method", "ngram:prompt_lookup_max=3", "--num-speculative-tokens", "6,3")
-    suffix, ngram = read_manifest(out).methods  # the first that was asked for is the default
-    assert isinstance(ngram, Ngram)
-    assert isinstance(suffix, Suffix)
-    assert ngram.lookup_sizes == (2, 3)
-    assert ngram.trees == suffix.trees == chains(6, 3)
-    assert not (out / "draft").exists()
-
-
 # --- by default, where a bundle was built without a method ------------------------------------------------------------
 
 
