@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from specexport.exporter.records import PACKAGES, RECORDS, Records, fingerprint
 from tests.checkpoints import VOCAB, make_checkpoint
 from tests.fixtures import Bundles
 from tests.make_bundles import DICE
+from tests.test_folders import file_sizes_at_most
 from tests.threads import python
 
 pytestmark = pytest.mark.exporter
@@ -227,13 +227,9 @@ def test_a_cache_that_cannot_be_written_is_named(model, cache):
     with pytest.raises(BuildError, match=f"{cache}.*; SPECEXPORT_CACHE names the cache folder: set it to"):
         cached_bundle({"target": str(model)}, Builds())
     cache.unlink()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(BuildError, match=f"{cache}.*too large; raise the limit.*; SPECEXPORT_CACHE names"):
-            cached_bundle({"target": str(model)}, whole)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    refused = pytest.raises(BuildError, match=f"{cache}.*too large; raise the limit.*; SPECEXPORT_CACHE names")
+    with file_sizes_at_most(1000), refused:
+        cached_bundle({"target": str(model)}, whole)
     assert list((cache / "bundles").iterdir()) == []
 
 
