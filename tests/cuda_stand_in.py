@@ -17,14 +17,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from cuda.bindings import runtime as real
+
+from specexport.runtime.backends.cuda import api
+
+if TYPE_CHECKING:
+    import pytest
 
 FRESH, FREED = 0xA5, 0xDD
 POISONED = 64 << 20
@@ -57,7 +63,19 @@ class _Graph:
     live: bool = True
 
 
-class StandIn:
+class Names:
+    """Enumerations and flags, which are the real package's."""
+
+    cudaMemcpyKind = real.cudaMemcpyKind
+    cudaStreamCaptureMode = real.cudaStreamCaptureMode
+    cudaDeviceAttr = real.cudaDeviceAttr
+    cudaError_t = real.cudaError_t
+    cudaHostAllocDefault = real.cudaHostAllocDefault
+    cudaStreamNonBlocking = real.cudaStreamNonBlocking
+    cudaEventDefault = real.cudaEventDefault
+
+
+class StandIn(Names):
     """One imaginary GPU of 1 GiB.
 
     Attributes:
@@ -68,14 +86,6 @@ class StandIn:
         refuse_capture: makes every capture fail, as an operation that cannot be captured would.
         most_captured: makes captures of more operations fail.
     """
-
-    cudaMemcpyKind = real.cudaMemcpyKind
-    cudaStreamCaptureMode = real.cudaStreamCaptureMode
-    cudaDeviceAttr = real.cudaDeviceAttr
-    cudaError_t = real.cudaError_t
-    cudaHostAllocDefault = real.cudaHostAllocDefault
-    cudaStreamNonBlocking = real.cudaStreamNonBlocking
-    cudaEventDefault = real.cudaEventDefault
 
     def __init__(self, total: int = 1 << 30, capability: tuple[int, int] = (8, 9)) -> None:
         self.calls: list[str] = []
@@ -324,3 +334,13 @@ class StandIn:
     def cudaGraphExecDestroy(self, graphExec: int) -> Any:
         del self._executables[graphExec]
         return (real.cudaError_t.cudaSuccess,)
+
+
+@contextlib.contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """Puts an imaginary GPU into the machine; nothing may be left on it."""
+    cuda = StandIn()
+    monkeypatch.setattr(api.Cuda, "load", lambda: api.Cuda(cuda))
+    yield cuda
+    gc.collect()
+    assert cuda.leaks == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,8 @@ import numpy as np
 import onnxruntime as real
 import pytest
 
-from specexport.runtime.backends.cuda import api, ort
+from specexport.runtime.backends.cuda import ort
+from tests import cuda_stand_in
 from tests.cuda_stand_in import StandIn
 
 CUDA = "CUDAExecutionProvider"
@@ -66,14 +66,11 @@ class OnnxRuntimeGpu:
 
 @contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnnxRuntimeGpu]:
-    """Puts an imaginary GPU, and onnxruntime for it, into the machine; nothing may be left on it."""
-    cuda = StandIn()
-    module = OnnxRuntimeGpu(cuda)
-    monkeypatch.setattr(api.Cuda, "load", lambda: api.Cuda(cuda))
-    monkeypatch.setattr(ort, "import_onnxruntime", lambda: module)
-    yield module
-    gc.collect()
-    assert cuda.leaks == []
+    """Puts an imaginary GPU, and onnxruntime for it, into the machine."""
+    with cuda_stand_in.installed(monkeypatch) as cuda:
+        module = OnnxRuntimeGpu(cuda)
+        monkeypatch.setattr(ort, "import_onnxruntime", lambda: module)
+        yield module
 
 
 class Session:

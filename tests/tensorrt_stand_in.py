@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +19,9 @@ import onnxruntime
 import pytest
 
 from specexport.contract import tensors
-from specexport.runtime.backends.cuda import api, trt
+from specexport.runtime.backends.cuda import trt
 from specexport.runtime.backends.onnxruntime.segments import Segments
+from tests import cuda_stand_in
 from tests.cuda_stand_in import StandIn
 
 WORKSPACE = 1000
@@ -83,14 +83,11 @@ class TensorRT:
 
 @contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[TensorRT]:
-    """Puts an imaginary GPU, and TensorRT for a bundle's folder, into the machine; nothing may be left on it."""
-    cuda = StandIn()
-    module = TensorRT(cuda, folder)
-    monkeypatch.setattr(api.Cuda, "load", lambda: api.Cuda(cuda))
-    monkeypatch.setattr(trt, "import_tensorrt", lambda runtime: module)
-    yield module
-    gc.collect()
-    assert cuda.leaks == []
+    """Puts an imaginary GPU, and TensorRT for a bundle's folder, into the machine."""
+    with cuda_stand_in.installed(monkeypatch) as cuda:
+        module = TensorRT(cuda, folder)
+        monkeypatch.setattr(trt, "import_tensorrt", lambda runtime: module)
+        yield module
 
 
 class Runtime:

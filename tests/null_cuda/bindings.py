@@ -1,6 +1,6 @@
 """``cuda.bindings.runtime`` over the null libcudart, which the real package cannot be given: it brings its own.
 
-Enumerations and statuses are the real package's. Functions have its signatures, which a test compares, and are those
+Functions have its signatures, which a test compares, and are those
 that ``runtime/backends/cuda/api.py`` and ``benchmarks/gpu`` call.
 """
 
@@ -15,6 +15,7 @@ from specexport.contract import tensors
 from specexport.runtime.backends.cuda.api import Cuda
 from specexport.runtime.backends.cuda.device_program import DeviceProgram
 from specexport.runtime.speculation.policy import SpeculationPolicy
+from tests.cuda_stand_in import Names
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _INT, _UNSIGNED, _LONG = ctypes.c_int, ctypes.c_uint, ctypes.c_ulonglong
@@ -51,7 +52,7 @@ _FUNCTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 """By function: the type of its result, whose place is its first argument in C, and those of its other arguments."""
 
 
-class NullRuntime:
+class NullRuntime(Names):
     """The module's functions; every answer begins with a status.
 
     Args:
@@ -60,14 +61,6 @@ class NullRuntime:
     Raises:
         OSError: there is none.
     """
-
-    cudaMemcpyKind = real.cudaMemcpyKind
-    cudaStreamCaptureMode = real.cudaStreamCaptureMode
-    cudaDeviceAttr = real.cudaDeviceAttr
-    cudaError_t = real.cudaError_t
-    cudaHostAllocDefault = real.cudaHostAllocDefault
-    cudaStreamNonBlocking = real.cudaStreamNonBlocking
-    cudaEventDefault = real.cudaEventDefault
 
     def __init__(self, library: str = "libcudart.so.13") -> None:
         self._library = ctypes.CDLL(library)
