@@ -96,36 +96,6 @@ def tree(seed: str, data: bytes | None, folder: Path) -> None:
 # --- what the exporter reads ------------------------------------------------------------------------------------------
 
 
-def _checkpoint(seed: str, data: bytes | None, folder: Path, name: str) -> None:
-    from specexport.exporter.checkpoints.checkpoint import load_checkpoint
-    from specexport.exporter.checkpoints.tokenizer import load_tokenizer
-
-    model = _copy(seed, folder)
-    put(model / name, data)
-    load_tokenizer(model)
-    load_checkpoint(str(model))
-
-
-def config(seed: str, data: bytes | None, folder: Path) -> None:
-    """``config.json`` of a checkpoint."""
-    _checkpoint(seed, data, folder, "config.json")
-
-
-def generation(seed: str, data: bytes | None, folder: Path) -> None:
-    """``generation_config.json`` of a checkpoint."""
-    _checkpoint(seed, data, folder, "generation_config.json")
-
-
-def safetensors(seed: str, data: bytes | None, folder: Path) -> None:
-    """The weights of a checkpoint, header and all."""
-    _checkpoint(seed, data, folder, "model.safetensors")
-
-
-def index(seed: str, data: bytes | None, folder: Path) -> None:
-    """``model.safetensors.index.json`` of a checkpoint whose weights are in several files."""
-    _checkpoint(seed, data, folder, "model.safetensors.index.json")
-
-
 def gguf(seed: str, data: bytes | None, folder: Path) -> None:
     """A GGUF file: header, configuration, tokenizer and weights."""
     from specexport.exporter.checkpoints.checkpoint import load_checkpoint
@@ -142,23 +112,35 @@ def gguf(seed: str, data: bytes | None, folder: Path) -> None:
         shutil.rmtree(model)  # there are thousands
 
 
+def _harmed(seed: str, data: bytes | None, folder: Path) -> Path:
+    """A copy of ``FOLDER|FILE``'s folder, with that file harmed."""
+    source, _, name = seed.rpartition("|")
+    copy = _copy(source, folder / name)
+    put(copy / name, data)
+    return copy
+
+
+def checkpoint(seed: str, data: bytes | None, folder: Path) -> None:
+    """A configuration of a checkpoint, its weights, or the index of weights in several files."""
+    from specexport.exporter.checkpoints.checkpoint import load_checkpoint
+    from specexport.exporter.checkpoints.tokenizer import load_tokenizer
+
+    model = _harmed(seed, data, folder)
+    load_tokenizer(model)
+    load_checkpoint(str(model))
+
+
 def medusa(seed: str, data: bytes | None, folder: Path) -> None:
     """The configuration of Medusa heads, their safetensors or their ``.pt``."""
     from specexport.methods.medusa.export import read_medusa
 
-    source, _, name = seed.rpartition("|")
-    heads = _copy(source, folder / name)
-    put(heads / name, data)
-    read_medusa(heads).load(hidden=16, vocab=12)
+    read_medusa(_harmed(seed, data, folder)).load(hidden=16, vocab=12)
 
 
 def speculator(seed: str, data: bytes | None, folder: Path) -> None:
     """The configuration of an MLP speculator, or its safetensors."""
     from specexport.methods.mlp_speculator.export import read_speculator
 
-    source, _, name = seed.rpartition("|")
-    stages = _copy(source, folder / name)
-    put(stages / name, data)
-    outline = read_speculator(str(stages))
+    outline = read_speculator(str(_harmed(seed, data, folder)))
     outline.require_fit(hidden=16, vocab=12)
     outline.load()

@@ -138,17 +138,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.exporter
 @pytest.mark.parametrize(
-    ("target", "file", "count"),
+    ("target", "count", "files"),
     [
-        ("config", "model/config.json", 40),
-        ("generation", "model/generation_config.json", 60),
-        ("safetensors", "model/model.safetensors", 60),
-        ("index", "parts/model.safetensors.index.json", 60),
+        ("checkpoint", 40, ["model/config.json"]),
+        ("checkpoint", 60, ["model/generation_config.json"]),
+        ("checkpoint", 60, ["model/model.safetensors"]),
+        ("checkpoint", 60, ["parts/model.safetensors.index.json"]),
+        ("medusa", 200, ["heads/config.json", "heads/medusa_lm_head.safetensors", "pickled/medusa_lm_head.pt"]),
+        ("speculator", 200, ["speculator/config.json", "speculator/model.safetensors"]),
     ],
 )
-def test_checkpoints(fuzz, box, checkpoints, target, file, count):
-    path = checkpoints / file
-    _try(fuzz, box, target, {str(path.parent): path}, either, count)
+def test_checkpoints(fuzz, box, checkpoints, target, count, files):
+    paths = [checkpoints / file for file in files]
+    _try(fuzz, box, target, {f"{path.parent}|{path.name}": path for path in paths}, either, count)
 
 
 def as_gguf(path: Path, done: list[Edit]) -> bytes:
@@ -189,16 +191,3 @@ def test_gguf(fuzz, box, checkpoints):
 
     path = make_gguf(checkpoints / "tiny.gguf", checkpoints / "model")
     _try(fuzz, box, "gguf", {str(path): path}, as_gguf, 60)
-
-
-@pytest.mark.exporter
-@pytest.mark.parametrize(
-    ("target", "files"),
-    [
-        ("medusa", ("heads/config.json", "heads/medusa_lm_head.safetensors", "pickled/medusa_lm_head.pt")),
-        ("speculator", ("speculator/config.json", "speculator/model.safetensors")),
-    ],
-)
-def test_heads_and_speculators(fuzz, box, checkpoints, target, files):
-    paths = [checkpoints / file for file in files]
-    _try(fuzz, box, target, {f"{path.parent}|{path.name}": path for path in paths}, either, 200)
