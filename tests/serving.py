@@ -1,5 +1,6 @@
 """A real server over a tiny bundle, for the tests of it."""
 
+import json
 import shutil
 import socket
 import subprocess
@@ -81,6 +82,14 @@ class Served:
         answer = httpx.post(self.url + path, json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events of a streamed answer."""
+        with httpx.stream("POST", self.url + path, json=body, timeout=120) as answer:
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert answer.status_code == 200, lines
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
 
     def idle(self) -> None:
         """Waits until no request holds a slot or waits for one."""

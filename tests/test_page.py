@@ -88,7 +88,7 @@ def test_a_chunk_says_where_its_tokens_come_from(bundle, name, temperature):
 def test_a_stream_says_where_its_tokens_come_from(tiny, chat):
     arguments: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    events = streamed(tiny, path, arguments | GREEDY | STEPS)
+    events = tiny.events(path, arguments | GREEDY | STEPS)
     choices = [choice for event in events for choice in event["choices"]]
     steps = [choice["step"] for choice in choices]
     assert all(len(step["tokens"]) >= 1 for step in steps)
@@ -112,7 +112,7 @@ def test_a_stream_says_where_its_tokens_come_from(tiny, chat):
 def test_a_plain_stream_has_the_targets_own_tokens(tiny):
     arguments = {"prompt": PROMPT, "speculative": {"num_speculative_tokens": 0}}
     choices = [
-        choice for event in streamed(tiny, "/v1/completions", arguments | GREEDY | STEPS) for choice in event["choices"]
+        choice for event in tiny.events("/v1/completions", arguments | GREEDY | STEPS) for choice in event["choices"]
     ]
     assert len(choices) == 64
     for choice in choices:
@@ -127,13 +127,13 @@ def test_steps_of_tool_calls_are_reported(bundle, tmp_path):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     arguments = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}
     with served(with_chat_template(bundle("llama-near"), tmp_path / "bundle", HERMES)) as running:
-        events = streamed(running, "/v1/chat/completions", arguments | STEPS | {"max_tokens": 40, "temperature": 0})
+        events = running.events("/v1/chat/completions", arguments | STEPS | {"max_tokens": 40, "temperature": 0})
     steps = [choice["step"] for event in events for choice in event["choices"]]
     assert sum(len(step["tokens"]) for step in steps) == events[-1]["usage"]["completion_tokens"]
 
 
 def test_steps_are_reported_only_on_request(tiny):
-    assert "step" not in streamed(tiny, "/v1/completions", {"prompt": "a", "stream": True})[0]["choices"][0]
+    assert "step" not in tiny.events("/v1/completions", {"prompt": "a", "stream": True})[0]["choices"][0]
 
 
 # --- how the page is served -------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_the_page_shows_each_tokens_method(tiny, page):
     page.run("find('max-tokens').value = 64; find('beside').click()")
     run(page, PROMPT)
     page.until("find('status').textContent.startsWith('Done')")
-    expected = streamed(tiny, "/v1/completions", {"prompt": PROMPT, "max_tokens": 64, "temperature": 0} | STEPS)
+    expected = tiny.events("/v1/completions", {"prompt": PROMPT, "max_tokens": 64, "temperature": 0} | STEPS)
     tokens = [token for event in expected for choice in event["choices"] for token in choice["step"]["tokens"]]
     texts = page.run("[...document.querySelectorAll('.output')].map((one) => one.textContent)")
     assert texts == ["".join(text for text, _ in tokens)] * 2
@@ -217,7 +217,7 @@ def test_a_steps_tree_is_shown_to_mouse_and_keyboard(tiny, page):
     run(page, PROMPT)
     page.until("find('status').textContent.startsWith('Done')")
     arguments = {"prompt": PROMPT, "max_tokens": 128, "temperature": 0} | STEPS
-    steps = [choice["step"] for event in streamed(tiny, "/v1/completions", arguments) for choice in event["choices"]]
+    steps = [choice["step"] for event in tiny.events("/v1/completions", arguments) for choice in event["choices"]]
     at = next(at for at, step in enumerate(steps) if len(step["path"]) > 1)
 
     def shows(number: int) -> None:
@@ -544,15 +544,6 @@ def answer(server: Served, messages: list[dict[str, str]], **local: Any) -> str:
 def run(page: Browser, prompt: str) -> None:
     """Types a prompt and presses the button."""
     page.run(f"find('status').textContent = ''; find('prompt').value = {json.dumps(prompt)}; find('run').click()")
-
-
-def streamed(server: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream."""
-    with httpx.stream("POST", server.url + path, json=body, timeout=60) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert answer.status_code == 200, lines
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
 
 
 def contrast(first: str, other: str) -> float:
