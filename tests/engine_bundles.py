@@ -6,9 +6,9 @@ from typing import Any
 from filelock import FileLock
 
 from specexport.contract.tree import TokenTree
-from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions
 from tests.checkpoints import make_checkpoint, make_heads
+from tests.make_bundles import built_once
 
 SPINE = TokenTree.from_choices([[0], [1], [0, 0]])
 
@@ -24,20 +24,15 @@ SMALL: dict[str, Any] = {
 
 def make(name: str, root: Path) -> Path:
     """The bundle of a name in ``root``, which processes may share; made if it is not there yet."""
-    folder = root / name
-    if not folder.exists():  # a build renames it into place when it is whole
-        root.mkdir(exist_ok=True)
-        with FileLock(root / ".lock"):
-            if not folder.exists():
-                _build(name, root)
-    return folder
+    return built_once(root / name, lambda: _options(name, root))
 
 
-def _build(name: str, root: Path) -> None:
+def _options(name: str, root: Path) -> BuildOptions:
     precision, lowering, method = name.split("-")
     target, heads = root / "target", root / "heads"
-    if not target.exists():
-        make_heads(heads, make_checkpoint(target, "qwen3", **SMALL), 2, tied=True)
+    with FileLock(root / ".checkpoints.lock"):
+        if not heads.exists():
+            make_heads(heads, make_checkpoint(target, "qwen3", **SMALL), 2, tied=True)
     draft: dict[str, Any] = {"method": "draft_model", "model": str(target)}
     methods: dict[str, Any] = {
         "draft": {**draft, "trees": [SPINE]},
@@ -47,16 +42,14 @@ def _build(name: str, root: Path) -> None:
         "batch": {**draft, "trees": [SPINE]},
         "plain": (),
     }
-    build(
-        BuildOptions(
-            str(target),
-            root / name,
-            methods=methods[method],
-            precision=precision,
-            draft_precision=precision,
-            lowering=lowering,
-            max_seq_len=192,
-            max_batch_size=4 if method == "batch" else 1,
-            backend="tensorrt-rtx",
-        )
+    return BuildOptions(
+        str(target),
+        root / name,
+        methods=methods[method],
+        precision=precision,
+        draft_precision=precision,
+        lowering=lowering,
+        max_seq_len=192,
+        max_batch_size=4 if method == "batch" else 1,
+        backend="tensorrt-rtx",
     )

@@ -22,6 +22,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,16 +206,20 @@ _DICE_NOISE = 0.3
 
 
 def make(name: str, root: Path, recipe: Recipe | None = None) -> Path:
-    """The bundle of a name in a folder, made if it is not there; safe to call from several processes.
+    """The bundle of a name in a folder, made if it is not there.
 
     A recipe makes one that ``RECIPES`` does not have.
     """
-    folder = root / name
+    return built_once(root / name, lambda: _options(name, root, recipe or RECIPES[name]))
+
+
+def built_once(folder: Path, options: Callable[[], BuildOptions]) -> Path:
+    """A bundle, built if it is not there; safe to call from several processes."""
     if not folder.exists():  # a build renames it into place when it is whole
-        root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f".{name}.making"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f".{folder.name}.making")):
             if not folder.exists():
-                build(_options(name, root, recipe or RECIPES[name]))
+                build(options())
     return folder
 
 

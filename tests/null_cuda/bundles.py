@@ -11,7 +11,6 @@ from filelock import FileLock
 from specexport.contract.engines import EngineRuntime
 from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
-from specexport.exporter.build import build
 from specexport.exporter.options import BuildOptions, CompileOptions
 from tests.checkpoints import (
     GROUPED,
@@ -23,7 +22,7 @@ from tests.checkpoints import (
     make_mtp,
     make_speculator,
 )
-from tests.make_bundles import reversed_tokenizer, texts, way
+from tests.make_bundles import built_once, reversed_tokenizer, texts, way
 
 BACKEND: EngineRuntime = "onnxruntime-cuda"
 SLOTS = (1, 4)
@@ -88,31 +87,28 @@ def cells() -> tuple[tuple[str, int], ...]:
 
 def make(name: str, root: Path) -> Path:
     """The bundle of a name in ``root``, which processes may share; made if it is not there yet."""
-    folder = root / name
-    root.mkdir(parents=True, exist_ok=True)
+    return built_once(root / name, lambda: _options(name, root))
+
+
+def _options(name: str, root: Path) -> BuildOptions:
     with FileLock(root / ".checkpoints.lock"):
         if not (root / "checkpoints").exists():
             _checkpoints(root)
-    with FileLock(root / f".{name}.making"):
-        if not folder.exists():  # a build renames it into place when it is whole
-            kind, precision, lowering = name.split("-")
-            build(
-                BuildOptions(
-                    str(root / "checkpoints" / ("experts" if kind == "mtp" else "target")),
-                    folder,
-                    methods=methods(kind, root / "checkpoints"),
-                    precision=precision,
-                    lowering=lowering,
-                    # A draft of its own precision, but for the product's default: int8.
-                    draft_precision=None if kind == "draft_model" else precision,
-                    max_seq_len=128,
-                    max_batch_size=max(SLOTS),
-                    backend=BACKEND,
-                    tensor_parallel=2 if kind == "split" else 1,
-                    engines=CompileOptions(BACKEND),
-                )
-            )
-    return folder
+    kind, precision, lowering = name.split("-")
+    return BuildOptions(
+        str(root / "checkpoints" / ("experts" if kind == "mtp" else "target")),
+        root / name,
+        methods=methods(kind, root / "checkpoints"),
+        precision=precision,
+        lowering=lowering,
+        # A draft of its own precision, but for the product's default: int8.
+        draft_precision=None if kind == "draft_model" else precision,
+        max_seq_len=128,
+        max_batch_size=max(SLOTS),
+        backend=BACKEND,
+        tensor_parallel=2 if kind == "split" else 1,
+        engines=CompileOptions(BACKEND),
+    )
 
 
 def _methods(checkpoints: Path) -> dict[str, Sequence[dict[str, Any]]]:
