@@ -29,7 +29,6 @@ from specexport.exporter.checkpoints.tokenizer import load_tokenizer
 from specexport.exporter.engines.source import write_source
 from specexport.exporter.options import Storage
 from specexport.exporter.passes import onnxruntime_cuda
-from specexport.exporter.passes.fix_sizes import fix_drafts
 from specexport.graphs.propose import MAX_CANDIDATES, DraftPass, draw_candidate
 from specexport.graphs.step import StepModule
 from specexport.runtime import SamplingParams
@@ -421,39 +420,14 @@ def test_propose_graph_equals_transformers(family, propose_graph):
             text.append(token)
 
 
-def test_single_pass_graph_equals_the_loops_first_pass(family, propose_graph):
-    model = ir.load(propose_graph)
-    fix_drafts(model, 1)
-    assert not {node.op_type for node in model.graph} & {"Loop", "ConstantOfShape"}  # no rows of passes before
-    ir.save(model, propose_graph.with_name("one.onnx"))
-    loop, single = (
-        Graph(path, family.checkpoint, 2, 64) for path in (propose_graph, propose_graph.with_name("one.onnx"))
-    )
-    shared = {
-        "past_length": np.array([0, 3]),
-        "last_row": np.array([8, 1]),
-        "temperature": np.full(2, 0.9, np.float32),
-        "top_k": np.array([1, 0]),
-        "top_p": np.full(2, 0.9, np.float32),
-        "min_p": np.zeros(2, np.float32),
-        "uniform": np.full((2, 1), NOISE, np.float32),
-    }
-    for graph in (loop, single):
-        graph.caches = {name: np.zeros_like(cache) for name, cache in graph.caches.items()}
-    tokens = padded([random_text(9, 1), random_text(2, 2)], 9)
-    expected = loop.run(input_ids=tokens, num_draft_tokens=np.array(1), **shared)
-    outputs = single.run(input_ids=tokens, **shared)
-    for ours, theirs in ((outputs, expected), (single.caches, loop.caches)):
-        for name in theirs:
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_gpus_pass_of_the_draft_equals_the_loops(family, propose_graph, slots, monkeypatch):
-    """Its attention is over the cache alone; with one slot it is fused, which for a CPU is here done in fp32."""
+@pytest.mark.parametrize(
+    ("slots", "compiled"), [(1, False), (2, False), (2, True)], ids=["fused", "onnxruntime-cuda", "TensorRT"]
+)
+def test_a_gpus_pass_of_the_draft_equals_the_loops(family, propose_graph, slots, compiled, monkeypatch):
+    """In ONNX Runtime its attention is over the cache alone; with one slot it is fused, for a CPU in fp32."""
     monkeypatch.setattr(onnxruntime_cuda, "_HALF", (ir.DataType.FLOAT,))
-    fused, rows = propose_graph.with_name(f"propose.fused.{slots}.onnx"), 64
-    write_source(propose_graph, fused, "fp32", 1, {"S": rows, **({"B": 1} if slots == 1 else {})}, compiled=False)
+    fused, rows = propose_graph.with_name(f"propose.{slots}.{compiled}.onnx"), 64
+    write_source(propose_graph, fused, "fp32", 1, {"S": rows, **({"B": 1} if slots == 1 else {})}, compiled=compiled)
     loop, single = (Graph(path, family.checkpoint, slots, rows) for path in (propose_graph, fused))
     sampling = {"temperature": 0.9, "top_k": 0, "top_p": 0.95, "min_p": 0.01}
     texts = [random_text(rows, seed) for seed in range(slots)]
@@ -470,9 +444,10 @@ def test_a_gpus_pass_of_the_draft_equals_the_loops(family, propose_graph, slots,
             for slot, valid in enumerate(past):
                 ours, theirs = single.caches[name][slot, :, :valid], cache[slot, :, :valid]
                 np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
-    layers = len(family.checkpoint.cache)
-    nodes = [node for node in ir.load(fused).graph if node.op_type in ("Attention", "GroupQueryAttention")]
-    assert len(nodes) == (0 if family.name == "gemma2" else layers)  # its scores are bounded
+    layers, graph = len(family.checkpoint.cache), ir.load(fused).graph
+    assert not {node.op_type for node in graph} & {"Loop", "ConstantOfShape"}  # no rows of passes before
+    nodes = [node for node in graph if node.op_type in ("Attention", "GroupQueryAttention")]
+    assert len(nodes) == (0 if family.name == "gemma2" or compiled else layers)  # Gemma's scores are bounded
     if slots == 1:
         full = [node for node in nodes if node.attributes.get_int("causal", 0)]
         assert len(full) == {"mistral": 0, "gemma2": 0, "gemma3": 1}.get(family.name, layers)
