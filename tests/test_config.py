@@ -19,15 +19,10 @@ from tests.checkpoints import changed, make_checkpoint, make_heads
 pytestmark = pytest.mark.exporter
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("made") / "model", "llama")
-
-
 @pytest.fixture
-def model(checkpoint: Path, tmp_path: Path) -> Path:
+def model(target: Path, tmp_path: Path) -> Path:
     """A checkpoint to do harm to."""
-    return shutil.copytree(checkpoint, tmp_path / "model")
+    return shutil.copytree(target, tmp_path / "model")
 
 
 def change(path: Path, **fields: Any) -> None:
@@ -154,12 +149,12 @@ def sharded(model: Path) -> Path:
     return model
 
 
-def test_weights_in_several_files_are_the_same(sharded, checkpoint):
+def test_weights_in_several_files_are_the_same(sharded, target):
     placed = json.loads((sharded / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
     for file in set(placed.values()):  # with older copies of what the index places in the other
         weights = {name: torch.zeros(3) for name in placed} | load_file(sharded / file)
         save_file(weights, sharded / file, {"format": "pt"})
-    whole, parts = load_checkpoint(str(checkpoint)).model.state_dict(), load_checkpoint(str(sharded)).model.state_dict()
+    whole, parts = load_checkpoint(str(target)).model.state_dict(), load_checkpoint(str(sharded)).model.state_dict()
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 

@@ -124,14 +124,8 @@ def test_a_file_of_one_type_says_the_same(llama, tmp_path, kind):
 # --- where files lie --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of small sizes."""
-    return make_checkpoint(tmp_path_factory.mktemp("small") / "model", "llama")
-
-
-def test_files_folders_and_splits_are_found(small, tmp_path):
-    first = make_gguf(tmp_path / "split" / "tiny.gguf", small, Type.F16, parts=3)
+def test_files_folders_and_splits_are_found(target, tmp_path):
+    first = make_gguf(tmp_path / "split" / "tiny.gguf", target, Type.F16, parts=3)
     (tmp_path / "split" / "mmproj-tiny.gguf").write_bytes(b"of pictures")
     whole = load_checkpoint(str(tmp_path / "split"))
     other = load_checkpoint(str(first.with_name("tiny-00002-of-00003.gguf")))
@@ -145,9 +139,9 @@ def test_files_folders_and_splits_are_found(small, tmp_path):
         locate(str(first))
 
 
-def test_of_several_models_one_is_to_be_named(small, tmp_path):
+def test_of_several_models_one_is_to_be_named(target, tmp_path):
     for name in ("tiny-Q4_0.gguf", "tiny-Q8_0.gguf"):
-        make_gguf(tmp_path / name, small, Type.F16)
+        make_gguf(tmp_path / name, target, Type.F16)
     with pytest.raises(BuildError) as raised:
         locate(str(tmp_path))
     assert str(raised.value) == (
@@ -169,10 +163,10 @@ def test_too_little_memory_for_a_file_is_said(tmp_path, monkeypatch):
         read_header([file])
 
 
-def test_repositories_of_the_hub(small, tmp_path):
-    make_gguf(tmp_path / "hub" / "owner" / "one" / "tiny-Q8_0.gguf", small, Type.F16)
+def test_repositories_of_the_hub(target, tmp_path):
+    make_gguf(tmp_path / "hub" / "owner" / "one" / "tiny-Q8_0.gguf", target, Type.F16)
     for name in ("a/tiny-Q4_0.gguf", "b/tiny-Q8_0.gguf"):
-        make_gguf(tmp_path / "hub" / "owner" / "two" / name, small, Type.F16)
+        make_gguf(tmp_path / "hub" / "owner" / "two" / name, target, Type.F16)
     with hub(tmp_path / "hub", tmp_path / "cache") as fetched:
         assert load_checkpoint("owner/one").family == "llama"
         with pytest.raises(BuildError, match=r"owner/two/FILE.gguf, FILE being one of a/tiny-Q4_0.gguf, b/tiny-Q8_0"):
@@ -183,9 +177,9 @@ def test_repositories_of_the_hub(small, tmp_path):
     assert fetched == {"owner/one/tiny-Q8_0.gguf", "owner/two/b/tiny-Q8_0.gguf"}
 
 
-def test_a_target_and_a_draft_are_built_on_first_use(small, tmp_path, monkeypatch):
+def test_a_target_and_a_draft_are_built_on_first_use(target, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path / "cache"))
-    file = make_gguf(tmp_path / "tiny.gguf", small, Type.Q8_0)
+    file = make_gguf(tmp_path / "tiny.gguf", target, Type.Q8_0)
     draft = {"model": str(file), "num_speculative_tokens": 3}
     options: dict[str, Any] = {"max_model_len": 128, "max_batch_size": 1, "calibrate": False}
     texts = []
@@ -196,7 +190,7 @@ def test_a_target_and_a_draft_are_built_on_first_use(small, tmp_path, monkeypatc
     assert len(bundles) == 1 and texts[0] == texts[1]
     manifest = read_manifest(bundles[0])
     assert manifest.target.source == str(file) and manifest.target.precision.weights == "stored"
-    make_gguf(file, small, Type.Q4_0)
+    make_gguf(file, target, Type.Q4_0)
     with LLM(model=str(file), **options) as llm:
         llm.generate([PROMPT], SamplingParams(max_tokens=2))
     assert len(list((tmp_path / "cache" / "bundles").glob("tiny.gguf-*"))) == 2
@@ -205,14 +199,14 @@ def test_a_target_and_a_draft_are_built_on_first_use(small, tmp_path, monkeypatc
 # --- what a file says -------------------------------------------------------------------------------------------------
 
 
-def test_template_ends_and_sampling_are_those_of_the_file(small, tmp_path):
-    model = json.loads((small / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+def test_template_ends_and_sampling_are_those_of_the_file(target, tmp_path):
+    model = json.loads((target / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     tokens = [*sorted(model["vocab"], key=model["vocab"].get)[:-2], "<end_of_turn>", "<|im_end|>"]
     last = len(tokens) - 1
     kinds = [3 if index in (0, 1, 2, last) else 1 for index in range(len(tokens))]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]][:-2]
     file = make_gguf(
-        tmp_path / "tiny.gguf", small, Type.F32,
+        tmp_path / "tiny.gguf", target, Type.F32,
         metadata={
             "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.eot_token_id": 9,
             "tokenizer.ggml.merges": merges, "general.sampling.temp": 0.5, "general.sampling.top_k": 40,
@@ -229,29 +223,29 @@ def test_template_ends_and_sampling_are_those_of_the_file(small, tmp_path):
     assert tokenizer.tokenizer.get_vocab_size() == len(tokens)  # without transformers' own <|endoftext|>
 
 
-def test_scaled_rotary_frequencies_of_llama_3(small, tmp_path):
+def test_scaled_rotary_frequencies_of_llama_3(target, tmp_path):
     """A file has the factors alone; transformers reads none of them."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
-    config = json.loads((small / "config.json").read_text(encoding="utf-8"))
-    other = shutil.copytree(small, tmp_path / "scaled")
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    other = shutil.copytree(target, tmp_path / "scaled")
     config["rope_parameters"] = {**scaling, "rope_theta": config["rope_parameters"]["rope_theta"]}
     config["max_position_embeddings"] = 512
     (other / "config.json").write_text(json.dumps(config), encoding="utf-8")
     expected = load_checkpoint(str(other)).model
     frequencies = 1 / config["rope_parameters"]["rope_theta"] ** (torch.arange(8) / 8)
     factors = frequencies / expected.model.rotary_emb.inv_freq
-    file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, tensors={"rope_freqs.weight": factors.numpy()})
+    file = make_gguf(tmp_path / "tiny.gguf", target, Type.F32, tensors={"rope_freqs.weight": factors.numpy()})
     loaded = load_checkpoint(str(file)).model
     torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
-    odd = make_gguf(tmp_path / "odd.gguf", small, Type.F32, tensors={"rope_freqs.weight": 1 + factors.numpy()})
+    odd = make_gguf(tmp_path / "odd.gguf", target, Type.F32, tensors={"rope_freqs.weight": 1 + factors.numpy()})
     with pytest.raises(BuildError, match=r"odd.gguf: tensor 'rope_freqs.weight' holds other factors than Llama 3's"):
         load_checkpoint(str(odd))
 
 
-def test_digits_are_split_as_the_file_states(small, tmp_path):
+def test_digits_are_split_as_the_file_states(target, tmp_path):
     """Transformers does not know SmolLM's way, and would take GPT-2's."""
-    file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata={"tokenizer.ggml.pre": "smollm"})
+    file = make_gguf(tmp_path / "tiny.gguf", target, Type.F32, metadata={"tokenizer.ggml.pre": "smollm"})
     split = load_tokenizer(locate(str(file))).tokenizer.pre_tokenizer.pre_tokenize_str("x  12 y")
     assert [part for part, _ in split] == ["x", "ĠĠ", "1", "2", "Ġy"]
 
@@ -266,21 +260,21 @@ def test_qwens_files_that_split_texts_otherwise_are_refused(tmp_path):
             load_tokenizer(locate(str(file)))
 
 
-def test_words_that_are_tokens_are_taken_whole_as_in_llama_3(small, tmp_path):
+def test_words_that_are_tokens_are_taken_whole_as_in_llama_3(target, tmp_path):
     for kind, tokens in (("llama-bpe", ["Ġthe"]), ("default", ["Ġ", "t", "he"])):
         metadata = {"tokenizer.ggml.pre": kind, "tokenizer.ggml.merges": ["h e"]}
-        file = make_gguf(tmp_path / f"{kind}.gguf", small, Type.F32, metadata=metadata)
+        file = make_gguf(tmp_path / f"{kind}.gguf", target, Type.F32, metadata=metadata)
         assert load_tokenizer(locate(str(file))).tokenizer.encode(" the").tokens == tokens
 
 
-def test_templates_with_names_are_read(small, tmp_path):
+def test_templates_with_names_are_read(target, tmp_path):
     metadata = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools }}"}
-    file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata=metadata)
+    file = make_gguf(tmp_path / "tiny.gguf", target, Type.F32, metadata=metadata)
     assert load_tokenizer(locate(str(file))).chat_templates["tool_use"] == "{{ tools }}"
 
 
 @pytest.mark.parametrize(("prefix", "tokens"), [(None, [4, 261]), (True, [4, 261]), (False, [260, 261])])
-def test_a_space_is_put_before_texts_as_the_file_states(small, tmp_path, prefix, tokens):
+def test_a_space_is_put_before_texts_as_the_file_states(target, tmp_path, prefix, tokens):
     """Sentencepiece's tokenizers, as llama.cpp reads them."""
     pieces = ["<unk>", "<s>", "</s>", "▁", "▁a", *(f"<0x{byte:02X}>" for byte in range(255)), "a", "b"]
     metadata = {
@@ -289,7 +283,7 @@ def test_a_space_is_put_before_texts_as_the_file_states(small, tmp_path, prefix,
         "tokenizer.ggml.add_space_prefix": prefix, "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.padding_token_id": None,
     }  # fmt: skip
-    tokenizer = load_tokenizer(locate(str(make_gguf(tmp_path / "m.gguf", small, metadata=metadata)))).tokenizer
+    tokenizer = load_tokenizer(locate(str(make_gguf(tmp_path / "m.gguf", target, metadata=metadata)))).tokenizer
     assert tokenizer.encode("ab").ids == tokens and tokenizer.decode(tokens) == "ab"
     assert tokenizer.decode(tokenizer.encode(" a").ids) == " a"
     other = Tokenizer.from_str(tokenizer.to_str())
@@ -386,24 +380,24 @@ def test_attention_is_that_of_the_file(tmp_path, family, config, metadata):
         ({"general.alignment": 24}, r"general.alignment is 24; expected a power of two"),
     ],
 )
-def test_mismatches_are_refused_by_name(small, tmp_path, metadata, message):
-    file = make_gguf(tmp_path / "tiny.gguf", small, Type.F32, metadata=metadata)
+def test_mismatches_are_refused_by_name(target, tmp_path, metadata, message):
+    file = make_gguf(tmp_path / "tiny.gguf", target, Type.F32, metadata=metadata)
     with pytest.raises(BuildError, match=message) as raised:
         load_tokenizer(locate(str(file)))
         load_checkpoint(str(file))
     assert str(file) in str(raised.value)
 
 
-def test_a_draft_is_named_by_its_file(small, tmp_path, cli):
+def test_a_draft_is_named_by_its_file(target, tmp_path, cli):
     """Not by the folder of links that it is read from."""
-    target = with_swapped_tokens(make_checkpoint(tmp_path / "target", "llama"))
-    draft = make_gguf(tmp_path / "tiny.gguf", small, Type.F32)
-    printed = cli("build", "--target", target, "--draft", draft, "-o", tmp_path / "out", status=1)
+    other = with_swapped_tokens(make_checkpoint(tmp_path / "target", "llama"))
+    draft = make_gguf(tmp_path / "tiny.gguf", target, Type.F32)
+    printed = cli("build", "--target", other, "--draft", draft, "-o", tmp_path / "out", status=1)
     assert f"the method universal_draft:{draft}" in printed.err
 
 
-def test_a_draft_and_other_precisions(small, tmp_path, cli):
-    file = make_gguf(tmp_path / "tiny.gguf", small, Type.Q8_0)
+def test_a_draft_and_other_precisions(target, tmp_path, cli):
+    file = make_gguf(tmp_path / "tiny.gguf", target, Type.Q8_0)
     words = ["build", "--target", str(file), "--max-seq-len", "128", "--max-batch-size", "1", "-o"]
     errors = cli(*words, tmp_path / "int4", "--precision", "int4").err
     assert "matrices were rounded again, to int4, as their scales do not fit: error" in errors

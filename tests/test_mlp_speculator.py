@@ -39,7 +39,7 @@ from specexport.runtime.speculative import PLAIN
 from specexport.training.predictions import measure_over_hidden
 from specexport.tree_search import record_proposals, set_default_tree
 from specexport.verify.bundle import verify
-from tests.checkpoints import VOCAB, changed, make_checkpoint, make_model, make_speculator
+from tests.checkpoints import VOCAB, changed, make_model, make_speculator
 from tests.reference import draw_candidates
 from tests.training import CPU, train_over, training_options, windows_of, write_words
 
@@ -48,11 +48,6 @@ pytestmark = pytest.mark.exporter
 H, INNER, STAGES = 64, 48, 3
 TREE = TokenTree.from_choices([[0], [1], [3], [0, 0], [0, 2], [1, 0], [1, 1], [0, 0, 0], [1, 0, 1], [1, 1, 0]])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "target", "llama")
 
 
 @pytest.fixture(scope="module")
