@@ -114,8 +114,8 @@ class StandIn(Names):
         finally:
             self._sealed = False
 
-    def used(self, *, pinned: bool = False) -> int:
-        return sum(a.nbytes for a in self.allocations if a.live and a.pinned == pinned)
+    def used(self) -> int:
+        return sum(a.nbytes for a in self.allocations if a.live and not a.pinned)
 
     @property
     def leaks(self) -> list[str]:

@@ -45,7 +45,6 @@ class DynamicShapesKernelSpecializationStrategy(enum.Enum):
 
 class CudaGraphStrategy(enum.Enum):
     DISABLED = 0
-    WHOLE_GRAPH_CAPTURE = 1
 
 
 class TensorRT:
@@ -91,8 +90,6 @@ def installed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[TensorR
 
 
 class Runtime:
-    engine_host_code_allowed = False
-
     def __init__(self, module: TensorRT) -> None:
         self._module = module
 
