@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # The tests of the loop: proposing from text, trees, acceptance, the step, the scheduler.
 QUICK := $(patsubst %,tests/test_%.py,tree sampling text engine batch budget scheduler losslessness lookup lookahead hypothesis)
 
-.PHONY: demo chat test quick lint types kernels wheels unit gpu-dry-run fuzz clients ray triton compat aarch64 bench losslessness real clean
+.PHONY: demo chat test quick lint types kernels wheels unit gpu-dry-run fuzz clients ray triton compat compat-3.10 compat-3.12 compat-3.13 aarch64 bench losslessness real clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -75,22 +75,33 @@ triton: $(VENV)/.dev
 	PYTHONPATH=build/tritonclient SPECEXPORT_TRITON=build/triton $(BIN)/python -m pytest -n 0 tests/test_triton.py
 
 # Whether the runtime's dependencies have wheels for aarch64, and its tests on other Pythons, without torch, over bundles made
-# here. The newest onnxruntime for Python 3.10 runs portable bundles only, so there their tests are run, and those that need
-# no engine.
+# here; COMPAT=3.13 takes one of them. The newest onnxruntime for Python 3.10 runs portable bundles only, so there their
+# tests are run, and those that need no engine.
+COMPAT ?= 3.10 3.12 3.13
+COMPAT_TESTS = SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python$(@:compat-%=%)/bin/python -m pytest -m "not exporter"
+
 compat: $(VENV)/.dev
+	@for version in $(COMPAT); do \
+	  python$$version --version || { echo "make compat: no python$$version on PATH; COMPAT=3.13 tests one alone" >&2; exit 1; }; \
+	done
 	$(BIN)/python scripts/wheels.py --check-dependencies
 	$(BIN)/python -m tests.make_bundles build/test-bundles
-	for python in python3.10 python3.12; do \
-	  $$python -m venv .venv-$$python && \
-	  .venv-$$python/bin/python -m pip install --quiet -e '.[cpu,serve,chat]' \
-	    cuda-bindings pytest hypothesis scipy httpx openai schemathesis || exit 1; \
-	done
-	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.10/bin/python -m pytest -m "not exporter" \
+	$(MAKE) $(COMPAT:%=compat-%)
+
+compat-3.10: .venv-python3.10/.compat
+	$(COMPAT_TESTS) \
 	  -k "not may_be_moved and not invalid_tokenizers and not graph_that_is_not and not only_the_graph_has and not hubs_cache_runs and not links_runs" \
 	  tests/test_bundle.py tests/test_sampling.py tests/test_text.py tests/test_tree.py
-	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.10/bin/python -m pytest -m "not exporter" -k portable \
-	  tests/test_losslessness.py tests/test_commit.py
-	SPECEXPORT_TEST_BUNDLES=build/test-bundles .venv-python3.12/bin/python -m pytest -m "not exporter"
+	$(COMPAT_TESTS) -k portable tests/test_losslessness.py tests/test_commit.py
+
+compat-3.12 compat-3.13: compat-%: .venv-python%/.compat
+	$(COMPAT_TESTS)
+
+.venv-python%/.compat: pyproject.toml
+	python$* -m venv .venv-python$*
+	.venv-python$*/bin/python -m pip install --quiet -e '.[cpu,serve,chat]' \
+	  cuda-bindings pytest hypothesis scipy httpx openai schemathesis
+	touch $@
 
 # The kernels' and the runtime's tests and greedy texts on emulated 64-bit ARM; on Debian, half an hour.
 aarch64: $(VENV)/.dev wheels
