@@ -169,20 +169,18 @@ def python() -> Path:
 
 def build() -> None:
     """Builds the bundles on x86."""
-    from specexport.exporter.build import build as build_bundle
-    from specexport.exporter.options import BuildOptions
+    from benchmarks.pair import built
     from tests.checkpoints import make_checkpoint
     from tests.make_bundles import make
 
     for name in BUILT:
         make(name, BUNDLES)
     for precision in PRECISIONS:
-        if not (BUNDLES / precision).exists():
-            model = BUNDLES / "checkpoints" / "wide"
-            if not model.exists():
-                make_checkpoint(model, "llama", hidden_size=256, intermediate_size=512)
-            methods: Any = f"draft_model:{model},num_speculative_tokens=4"
-            build_bundle(BuildOptions(str(model), BUNDLES / precision, methods, precision=precision))
+        model = BUNDLES / "checkpoints" / "wide"
+        if not model.exists():
+            make_checkpoint(model, "llama", hidden_size=256, intermediate_size=512)
+        methods: Any = f"draft_model:{model},num_speculative_tokens=4"
+        built(BUNDLES / precision, model, methods=methods, precision=precision)
 
 
 def greedy_texts(bundle: Path) -> list[Text]:

@@ -176,16 +176,13 @@ def _measured(
 
 
 def _bundle(file: Path, precision: str, folder: Path, draft: str | None) -> Path:
-    """The model's bundle, built if it does not exist."""
-    from specexport.exporter.build import build
-    from specexport.exporter.options import BuildOptions
+    """The model's bundle; see :func:`~benchmarks.pair.built`."""
+    from benchmarks.pair import built
 
     more = f"-{hashlib.sha256(Path(draft, 'model.safetensors').read_bytes()).hexdigest()[:8]}" if draft else ""
-    bundle = folder / f"{file.stem}-{precision}{more}"
-    if not (bundle / "specexport.json").is_file():
-        methods = ({"method": "eagle3", "model": draft},) if draft else ()
-        build(BuildOptions(str(file), bundle, precision=precision, max_seq_len=CONTEXT, methods=methods))  # type: ignore[arg-type]
-    return bundle
+    methods = ({"method": "eagle3", "model": draft},) if draft else ()
+    out = folder / f"{file.stem}-{precision}{more}"
+    return built(out, file, precision=precision, max_seq_len=CONTEXT, methods=methods)
 
 
 def _requantized(file: Path, precision: str, folder: Path) -> Path:

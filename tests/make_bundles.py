@@ -34,6 +34,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from specexport.building import damage
 from specexport.contract.engines import BackendName
 from specexport.contract.model import LoweredAs
 from specexport.contract.tree import TokenTree
@@ -206,7 +207,7 @@ _DICE_NOISE = 0.3
 
 
 def make(name: str, root: Path, recipe: Recipe | None = None) -> Path:
-    """The bundle of a name in a folder, made if it is not there.
+    """The bundle of a name in a folder, made unless it is there in this version's format.
 
     A recipe makes one that ``RECIPES`` does not have.
     """
@@ -214,11 +215,11 @@ def make(name: str, root: Path, recipe: Recipe | None = None) -> Path:
 
 
 def built_once(folder: Path, options: Callable[[], BuildOptions]) -> Path:
-    """A bundle, built if it is not there; safe to call from several processes."""
-    if not folder.exists():  # a build renames it into place when it is whole
+    """A bundle, built unless it is there in this version's format; safe to call from several processes."""
+    if damage(folder, check_hashes=False):  # a build renames it into place when it is whole
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.making")):
-            if not folder.exists():
+            if damage(folder, check_hashes=False):
                 build(options())
     return folder
 
@@ -246,6 +247,7 @@ def _options(name: str, root: Path, recipe: Recipe) -> BuildOptions:
         backend=recipe.backend,
         max_batch_size=recipe.batch,
         draft_precision="fp32",  # where the draft is the target, everything must be accepted
+        overwrite=True,
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -229,3 +230,18 @@ def test_a_benchmark_needs_nothing_of_the_others():
         else:
             assert code == 0, (name, code)
             assert text.startswith(f"usage: python -m benchmarks {name}")
+
+
+@pytest.mark.exporter
+def test_bundles_of_an_older_format_are_built_again(tmp_path, bundle, monkeypatch):
+    from benchmarks import pair, real
+
+    builds = []
+    monkeypatch.setattr(pair, "build", lambda options, progress: builds.append(options))
+    folder = shutil.copytree(bundle(NAME), tmp_path / "model-int8")
+    assert real._bundle(tmp_path / "model.gguf", "int8", tmp_path, None) == folder
+    assert builds == []
+    manifest = json.loads((folder / "specexport.json").read_text())
+    (folder / "specexport.json").write_text(json.dumps(manifest | {"format_version": manifest["format_version"] - 1}))
+    real._bundle(tmp_path / "model.gguf", "int8", tmp_path, None)
+    assert [(options.output, options.overwrite) for options in builds] == [(folder, True)]
