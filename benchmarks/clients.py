@@ -137,6 +137,21 @@ def _litellm_chat(url: str, model: str, _: str) -> None:
     check_pet(called.choices[0].message.tool_calls[0].function.arguments)
 
 
+def _litellm_history(url: str, model: str, _: str) -> None:
+    """Sends LiteLLM's messages back through itself, and as dictionaries, with their nulls, through OpenAI's client."""
+    import litellm
+
+    arguments: Any = {"model": f"openai/{model}", "api_base": url, "api_key": "x", "max_tokens": 60}
+    tools: Any = {"tools": [TOOL]}
+    said: Any = litellm.completion(**arguments, messages=CHAT).choices[0].message
+    called: Any = litellm.completion(**arguments, **tools, tool_choice="required", messages=CHAT).choices[0].message
+    done: Any = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "done"}
+    assert litellm.completion(**arguments, **tools, messages=[*CHAT, said, *CHAT, called, done]).choices
+    absent: Any = {"annotations": [], "audio": None, "refusal": None}
+    history = [*CHAT, absent | said.model_dump(), *CHAT, absent | called.model_dump(), done]
+    assert _client(url).chat.completions.create(model=model, messages=history, max_tokens=60, **tools).choices
+
+
 def _litellm_text(url: str, model: str, _: str) -> None:
     import litellm
 
@@ -227,7 +242,11 @@ CHECKS: dict[str, dict[str, Check]] = {
         "tools, streamed": _openai_tools,
         "responses, streamed, JSON schema, tools": _openai_responses,
     },
-    "litellm": {"chats, streamed, tools": _litellm_chat, "completions": _litellm_text},
+    "litellm": {
+        "chats, streamed, tools": _litellm_chat,
+        "its own messages sent back": _litellm_history,
+        "completions": _litellm_text,
+    },
     "langchain": {"chats, streamed, tools, structured output": _langchain_chat, "completions": _langchain_text},
     "instructor": {"tools, JSON schema": _instructor_models},
     "lm_eval": {"local-completions: loglikelihood, generate_until": _lm_eval_completions},

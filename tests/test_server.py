@@ -267,6 +267,7 @@ def test_what_clients_add_to_messages_changes_nothing(client, http):
     added = {"cache_control": {"type": "ephemeral"}, "provider_specific_fields": {"refusal": None}, "id": "a"}
     message = {"role": "assistant", "content": [{"type": "text", "text": "one", **added}], **added}
     message |= {"reasoning_details": [{"type": "reasoning.text"}], "thinking_blocks": [{}], "finish_reason": "stop"}
+    message |= {"annotations": [], **dict.fromkeys(("audio", "function_call", "refusal", "tool_calls"))}
     counts = set()
     for said in (message, {"role": "assistant", "content": "one"}):
         body = {"messages": [*CHAT, said, CHAT[1]], "max_tokens": 1}
