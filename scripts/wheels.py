@@ -100,7 +100,7 @@ def installed(wheel: Path) -> str:
     subprocess.run([python, "-m", "pip", "install", "--quiet", f"{wheel}[cpu]"], check=True)
     with zipfile.ZipFile(wheel) as archive:
         assert "specexport/kernels/libspecexport.so" in archive.namelist()
-    return subprocess.run([python, "-c", TRIED], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run([python, "-I", "-c", TRIED], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def requirements(python: str) -> Iterator[str]:
