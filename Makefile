@@ -90,7 +90,7 @@ compat: $(VENV)/.dev
 
 compat-3.10: .venv-python3.10/.compat
 	$(COMPAT_TESTS) \
-	  -k "not may_be_moved and not invalid_tokenizers and not graph_that_is_not and not only_the_graph_has and not hubs_cache_runs and not links_runs" \
+	  -k "not may_be_moved and not invalid_tokenizers and not graph_that_is_not and not only_the_graph_has and not bundle_of_links_drafts" \
 	  tests/test_bundle.py tests/test_sampling.py tests/test_text.py tests/test_tree.py
 	$(COMPAT_TESTS) -k portable tests/test_losslessness.py tests/test_commit.py
 

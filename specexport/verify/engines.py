@@ -294,7 +294,7 @@ def _run_graph(path: Path, feeds: Sequence[Feed]) -> list[Feed]:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
-    session = open_linked(path, options, lambda graph: onnxruntime.InferenceSession(str(graph), options))
+    session = open_linked(path, lambda graph: onnxruntime.InferenceSession(str(graph), options))
     names = [output.name for output in session.get_outputs()]
     return [dict(zip(names, session.run(None, feed), strict=True)) for feed in feeds]
 

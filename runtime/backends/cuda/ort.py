@@ -132,7 +132,6 @@ class OnnxRuntimeLibrary(Library):
         try:
             session = open_linked(
                 path,
-                options,
                 lambda graph: self._ort.InferenceSession(str(graph), options, providers=[(PROVIDER, provider)]),
             )
         except Exception as error:  # onnxruntime's exceptions share no public base

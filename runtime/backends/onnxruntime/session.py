@@ -96,7 +96,7 @@ def open_session(
     settings = {"providers": providers, "disabled_optimizers": disabled, "enable_fallback": 0}
 
     def open_graph(graph: Path) -> Any:
-        return open_linked(graph, options, lambda file: onnxruntime.InferenceSession(str(file), options, **settings))
+        return open_linked(graph, lambda file: onnxruntime.InferenceSession(str(file), options, **settings))
 
     try:
         opened = open_graph(path) if cache is None or added else cache(path, open_graph, options)
