@@ -40,8 +40,8 @@ class DataFile:
         self._path, self._shared = path, shared or {}
         self.shared_bytes = 0
         self._file: BinaryIO = path.open("w+b")
-        # Offsets by size and hash, so that graphs of one model share equal tensors.
-        self._places: dict[tuple[int, bytes], int] = {}
+        # Files and offsets by size and hash, so that graphs of one model share equal tensors.
+        self._places: dict[tuple[int, bytes], tuple[Path, int]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -59,17 +59,17 @@ class DataFile:
             data = np.ascontiguousarray(chunk).data
             digest.update(data)
             self._file.write(data)
-        length, path = self._file.tell() - start, self._path
-        stored_at = self._places.setdefault((length, digest.digest()), start)
-        if stored_at == start and (place := self._in_others(start, length)) is not None:
-            path, stored_at = place
+        written, length = (self._path, start), self._file.tell() - start
+        place = self._places.setdefault((length, digest.digest()), written)
+        if place == written and (other := self._in_others(start, length)) is not None:
+            place = self._places[length, digest.digest()] = other
             self.shared_bytes += length
-            del self._places[length, digest.digest()]
-        if (path, stored_at) != (self._path, start):
+        if place != written:
             self._file.seek(end)
             self._file.truncate()
+        path, offset = place
         return ir.ExternalTensor(
-            path.name, stored_at, length, dtype, shape=ir.Shape(shape), name=name, base_dir=path.parent
+            path.name, offset, length, dtype, shape=ir.Shape(shape), name=name, base_dir=path.parent
         )
 
     def _in_others(self, start: int, length: int) -> tuple[Path, int] | None:

@@ -27,7 +27,7 @@ from specexport.graphs.step import StepModule
 from specexport.runtime import Engine, SamplingParams
 from specexport.runtime.speculative import PLAIN, Speculative
 from specexport.verify.bundle import verify
-from tests.checkpoints import GROUPED, changed, make_checkpoint, make_dflash, make_eagle3, make_mtp
+from tests.checkpoints import GROUPED, VOCAB, changed, make_checkpoint, make_dflash, make_eagle3, make_mtp
 from tests.engine_bundles import SMALL
 from tests.hidden_states import GREEDY
 from tests.streams import started, tokens_of
@@ -151,6 +151,39 @@ def test_what_the_target_has_too_is_stored_once(tmp_path, target, method, make, 
     assert {str(tensor.name).split(".")[0] for tensor in elsewhere} == shared
     assert read_manifest(out).models[method].shared_bytes == sum(tensor.nbytes for tensor in elsewhere)
     checks = verify(out, max_tokens=6).checks
+    assert [check.result for check in checks if check.name in ("graphs", method)] == ["passed", "passed"]
+
+
+@pytest.mark.parametrize(
+    ("method", "precision", "lowering"),
+    [
+        ("dflash", "int8", "native"),
+        ("dflash", "int4", "native"),
+        ("mtp", "int8", "native"),
+        ("mtp", "fp16", "portable"),
+    ],
+)
+def test_a_tied_head_is_stored_once(tmp_path, method, precision, lowering):
+    """The target's embedding is its head and the draft's, within a loop's body too; at int4 the draft has its own."""
+    target, out = tmp_path / "target", tmp_path / "bundle"
+    if method == "mtp":
+        make_mtp(target, "qwen3_next", **PUBLISHED["qwen3_next"], tie_word_embeddings=True)
+        methods = ways(mtp=True)
+    else:
+        methods = ways(dflash=make_dflash(tmp_path / "draft", make_checkpoint(target, "qwen3")))
+    options: dict[str, Any] = {"precision": precision, "draft_precision": precision, "lowering": lowering}
+    build(BuildOptions(str(target), out, methods, max_seq_len=128, **options))
+    graph = ir.load(out / f"{method}.onnx").graph
+    constants = [value.const_value for each in (graph, *graph.subgraphs()) for value in each.initializers.values()]
+    tables = [each for each in constants if each.size > VOCAB and each.name.startswith(("embed_tokens", "lm_head"))]
+    own = {("dflash.bin", "lm_head")} if precision == "int4" else set()
+    assert {(each.location, each.name.partition(".")[0]) for each in tables} == {("target.bin", "embed_tokens"), *own}
+    shared = {each.offset: each.nbytes for each in constants if getattr(each, "location", None) == "target.bin"}
+    assert read_manifest(out).models[method].shared_bytes == sum(shared.values())
+    with Engine.load(out, threads=1) as engine:
+        for prompt in ([5], [9, 17, 40, 3]):
+            assert engine.generate(prompt, GREEDY, method).token_ids == engine.generate(prompt, GREEDY, PLAIN).token_ids
+    checks = verify(out, max_tokens=4).checks
     assert [check.result for check in checks if check.name in ("graphs", method)] == ["passed", "passed"]
 
 

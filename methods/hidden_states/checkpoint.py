@@ -222,8 +222,9 @@ class DraftOutline(ABC):
     def load(self, target: Path, layers: int, positions: int) -> Any:
         """Loads a draft that has passed :meth:`require_fit`, in fp32 and evaluation mode.
 
-        Tensors that it shares with the target (:meth:`shared`) are in the folder ``target``. Rotary frequencies that
-        would change for texts longer than ``positions`` are fixed.
+        Tensors that it shares with the target (:meth:`shared`) are in the folder ``target``; if its head is its
+        embedding, both are one parameter. Rotary frequencies that would change for texts longer than ``positions`` are
+        fixed.
         """
         draft, stored = self.make(layers), self.stored()
         ids = self._target_ids(stored)
@@ -232,13 +233,17 @@ class DraftOutline(ABC):
             parts = [stored[part].finite(self.path) for part in self.parts(name, shape, stored) if part in stored]
             if parts:
                 state[name] = parts[0] if len(parts) == 1 else torch.cat(parts).reshape(shape)
-        tables = {name: tensor.finite(target) for name, tensor in self.shared(target).items()}
-        if EMBEDDING not in state:
-            state[EMBEDDING] = tables[EMBEDDING]
+        shared = self.shared(target)
+        if EMBEDDING in shared:
+            state[EMBEDDING] = shared[EMBEDDING].finite(target)
         if HEAD not in state:
-            rows = state[EMBEDDING] if self.tied else tables[HEAD]
+            theirs = shared.get(HEAD)
+            tied = theirs is None or (EMBEDDING in shared and theirs.name == shared[EMBEDDING].name)
+            rows = state[EMBEDDING] if tied else shared[HEAD].finite(target)
             state[HEAD] = rows if ids is None else rows[ids]
         draft.load_state_dict(state, assign=True)
+        if state[HEAD] is state[EMBEDDING]:
+            draft.lm_head.weight = draft.embed_tokens.weight
         # Recreated off the meta device, as its buffers are computed rather than stored.
         draft.rotary_emb = type(draft.rotary_emb)(self.layer)
         draft.target_ids = ids

@@ -88,7 +88,10 @@ class StatesDraftExporter(MethodExporter[StatesDraftOptions, S]):
     def load(self, method: S, build: Build) -> Checkpoint:
         source, positions = self.source(method, build.options.target), build.max_positions
         with build.during(f"loading the {method.draft_name}"):
-            return load_draft(self.read(source), build.source, positions, family=method.role, source=source)
+            draft = load_draft(self.read(source), build.source, positions, family=method.role, source=source)
+        if build.options.draft_storage.kind == "int4":  # rows that are looked up have 8 bits: twice as much to read
+            draft.model.lm_head.weight = torch.nn.Parameter(draft.model.lm_head.weight.clone(), requires_grad=False)
+        return draft
 
     def meta_draft(self, options: StatesDraftOptions, target: str, sizes: ModelSizes) -> MetaDraft:
         source = self.source(options, target)
