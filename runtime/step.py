@@ -204,12 +204,12 @@ class StepProgram:
         else:  # a prefill chunk has logits only after its last token
             slots = window([view.slot], self.sizes)
             width = rows = self._target.widths(len(slots))[-1]
-        # Rows beyond the context do not belong to a text.
-        running = max(min(self._target.filled(slot), self._longest - 1) for slot in slots)
+        # The run writes into every slot of its window. Rows beyond the context do not belong to a text.
+        written = [past, *(min(self._target.filled(slot), self._longest - 1) for slot in slots if slot != view.slot)]
         # Growing copies the cache, so it grows once for the whole prompt and the first tokens after it.
         room = min(end + self._chunk, self._target.cache_sizes[-1])
         shape = RunShape(width, rows, slots=slots)
-        inputs = self._target.prepare(shape, max(max(past, running) + width, room))
+        inputs = self._target.prepare(shape, max(max(written) + width, room))
         at, read = view.slot - slots.start, range(min(width, end - past))
         self.write_nodes(inputs, at, view, TokenTree.chain(width), past, len(read))
         if top is None:

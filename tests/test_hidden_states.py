@@ -128,6 +128,9 @@ def test_build_inspect_and_verify(tmp_path, target, cli, method, states, rows, c
     assert any("its graph proposes the original's own token" in check.sentence for check in report.checks)
     with LLM(model=str(out), calibrate=False) as llm:
         assert llm.generate([5, 9, 17], GREEDY)[0].outputs[0].token_ids
+        # A text that fills the context, and that the target reads again as the draft has not seen it.
+        plain, drafted = (llm.generate([5] * 120, GREEDY, speculative=how)[0].outputs[0] for how in (PLAIN, method))
+        assert (drafted.token_ids, drafted.metrics.cached_tokens) == (plain.token_ids, 0)
     other = changed(copytree(draft, tmp_path / "other"), {n: torch.randn_like(each) for n, each in changes.items()})
     originals: dict[str, Any] = {"target": other} if method == "mtp" else {"sources": {f"{method}.model": other}}
     assert not verify(out, **originals, max_tokens=4).passed
