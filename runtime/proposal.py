@@ -76,7 +76,7 @@ class Proposal:
         tokens: int64 ``[K]``, the tokens of the tree's nodes 1..K.
         tree: their tree; node 0 is the last committed token.
         q: the distributions they were drawn from; None if they were chosen without drawing (q = 1).
-        candidates: int64 ``[depth,M]``, the candidates at each depth of the tree, most probable first.
+        candidates: int64 ``[D,M]``, the candidates at each depth that was drafted, most probable first.
         wider: the proposal with the step's extra nodes after its own, which are never accepted; None without any.
     """
 

@@ -59,7 +59,7 @@ def test_impossible_candidates_are_left_out():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_text_is_plain_decoding_s(bundle, tmp_path, monkeypatch, name):
-    draw, shapes, accepted = np.random.default_rng(1), set(), 0
+    draw, shapes, drafted, accepted = np.random.default_rng(1), set(), set(), 0
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     with Engine.load(dynamic(bundle(f"dice-{name}"), tmp_path / "b"), threads=1, calibrate=False) as engine:
         proposer = engine.proposers[name]
@@ -69,6 +69,7 @@ def test_greedy_text_is_plain_decoding_s(bundle, tmp_path, monkeypatch, name):
         def watched(views: Any) -> Any:
             proposals = propose(views)
             shapes.update(proposal.tree for proposal in proposals.values())
+            drafted.update(len(proposal.candidates) for proposal in proposals.values())
             return proposals
 
         monkeypatch.setattr(proposer, "propose", watched)
@@ -79,6 +80,7 @@ def test_greedy_text_is_plain_decoding_s(bundle, tmp_path, monkeypatch, name):
             assert done.token_ids == plain
             accepted += done.stats.accepted
     assert accepted > 0 and len(shapes) > 1
+    assert drafted == {3}  # candidates, even where the chosen tree is less deep
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -38,6 +38,7 @@ from specexport.runtime.proposal import SlotView
 from specexport.runtime.speculative import PLAIN
 from specexport.training.predictions import measure_over_hidden
 from specexport.tree_search import record_proposals, set_default_tree
+from specexport.verify import methods as recording
 from specexport.verify.bundle import verify
 from tests.checkpoints import VOCAB, changed, make_model, make_speculator
 from tests.reference import draw_candidates
@@ -144,6 +145,11 @@ def test_the_graph_fills_a_tree_as_the_formulas_say(tmp_path, speculators, tied,
         assert (proposal.q is None) == view.params.greedy
         assert proposal.candidates.shape == (view.tree.depth, 64)
         assert proposal.candidates[0, 0] == proposal.tokens[0]
+    # Without the node of rank 0 at a depth, nothing is known of the candidates behind it.
+    views[0].tree = TokenTree.from_choices([[1], [1, 0], [1, 0, 0]])
+    proposal = proposer.propose(views[:1])[0]
+    assert (proposal.candidates == proposals[0].candidates[:1]).all()
+    assert proposal.tokens[0] == proposal.candidates[0, 1]
 
 
 def expected(logits: npt.NDArray[np.float32], params: SamplingParams, noise: float) -> tuple[list[int], Any]:
@@ -316,7 +322,7 @@ def test_its_engine_is_compiled(quantized, tmp_path):
     assert report.size == engine.stat().st_size > 1000
 
 
-def test_bundle_text_equals_the_checkpoints(quantized, tmp_path, speculators):
+def test_bundle_text_equals_the_checkpoints(quantized, tmp_path, speculators, monkeypatch):
     folder, out = speculators(True, True), quantized
     report = verify(out, prompts=("the words of a text", "other words"), max_tokens=8)
     assert report.verdict == "passed", report
@@ -337,6 +343,9 @@ def test_bundle_text_equals_the_checkpoints(quantized, tmp_path, speculators):
     other = {"mlp_speculator.model": changed(copytree(folder, tmp_path / "other"), negated)}
     checks = verify(out, sources=other, prompts=("the words of a text",), max_tokens=4).checks
     assert [check.name for check in checks if check.passed is False] == ["mlp_speculator"]
+    monkeypatch.setattr(recording, "_RECORDED_STEPS", 1)  # as in a context of three tokens, nothing is drafted
+    checks = verify(out, prompts=("the words",), max_tokens=4).checks
+    assert [check.name for check in checks if check.passed is None] == ["mlp_speculator"]
 
 
 def test_a_bundle_gets_another_tree(tmp_path, bundle):

@@ -286,13 +286,13 @@ def chain_proposal(view: SlotView, outputs: Mapping[str, Array], at: int, dynami
     drafted = outputs[tensors.DRAFT_TOKENS][: tree.depth, at].astype(np.int64)
     if dynamic == "any":
         tree = most_probable_tree(tree, probs, spine=False)
-        ids, probs, drafted = ids[: tree.depth], probs[: tree.depth], drafted[: tree.depth]
     elif dynamic == "spine":
         order = np.argsort(ids != drafted[:, None], axis=1, kind="stable")  # the ranks that drawn() uses
         tree = most_probable_tree(tree, np.take_along_axis(probs, order, 1), spine=True)
     if view.params.greedy:
         return Proposal(fill(tree, ids), tree, None, ids)
-    tokens, q, candidates = drawn(tree, chain_rows(tree), drafted, ids, probs)
+    deep = tree.depth  # a dynamic tree may be less deep than what was drafted
+    tokens, q, candidates = drawn(tree, chain_rows(tree), drafted[:deep], ids[:deep], probs[:deep])
     return Proposal(tokens, tree, q, candidates)
 
 

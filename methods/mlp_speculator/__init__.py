@@ -221,12 +221,14 @@ class _Levels:
         parents: int64 ``[D,W]``, each inner node's parent, as an index into the inner nodes of the level above.
         ranks: int64 ``[D,W]``, its rank among its siblings.
         counts: number of inner nodes of each level.
+        spine: number of levels with a node on the path of rank 0.
         rows: int64 ``[K]``, for each node but the root, its parent's index among the inner nodes of all levels.
     """
 
     parents: Ints
     ranks: Ints
     counts: tuple[int, ...]
+    spine: int
     rows: Ints
 
 
@@ -239,7 +241,8 @@ def _levels(tree: TokenTree) -> _Levels:
         ranks[depth, : len(level)] = [tree.ranks[node] for node in level]
     row = {node: at for at, node in enumerate(node for level in tree.levels for node in level)}
     rows = np.array([row[parent] for parent in tree.parents[1:]], np.int64)
-    return _Levels(parents, ranks, tuple(map(len, tree.levels)), rows)
+    spine = 1 + sum(not any(tree.choices[level[0] - 1]) for level in tree.levels[1:])
+    return _Levels(parents, ranks, tuple(map(len, tree.levels)), spine, rows)
 
 
 def _proposal(view: SlotView, outputs: Mapping[str, Array], at: int) -> Proposal:
@@ -250,8 +253,8 @@ def _proposal(view: SlotView, outputs: Mapping[str, Array], at: int) -> Proposal
         parts = [outputs[name.of_stage(stage)][at, :count] for stage, count in enumerate(levels.counts)]
         return np.concatenate(parts)
 
-    # The first node of each level is on the path of rank 0.
-    best = np.cumsum((0, *levels.counts[:-1]))
+    # The first node of each level is on the path of rank 0, as far as the tree has that path.
+    best = np.cumsum((0, *levels.counts[: levels.spine - 1]))
     ids: Ints = rows(tensors.DRAFT_IDS)
     if view.params.greedy:
         return Proposal(ids[levels.rows, np.asarray(tree.ranks[1:])], tree, None, ids[best])

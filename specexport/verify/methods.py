@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from specexport.runtime.text import common_prefix
 from specexport.tree_search import record_proposals
 from specexport.verify.logits import NotRunError, Numbers, Outcome, pair
 
+Drafts = TypeVar("Drafts")
 _RECORDED_STEPS = 6
 """Number of tokens decoded after each prompt to record proposals; the model reads the text again for each."""
 _SEEDED_PROMPTS = 2
@@ -94,9 +95,7 @@ class MethodRun:
                 text = [*text, *drafted[:accepted], start[0]]
             proposer.release(0)
         backend.close()
-        if not results:
-            raise NotRunError("no prompt is long enough to draft from; pass prompts of two tokens or more")
-        return results
+        return _require_drafts(results)
 
     def recorded(self, method: Method) -> list[tuple[list[int], npt.NDArray[Any]]]:
         """Texts during decoding, each with the best candidate at every depth, int64 ``[depths]``."""
@@ -110,7 +109,14 @@ class MethodRun:
                 recorder.clear()
                 whole = [*text, *engine.generate(text, params, method.name).token_ids]
                 results += [(whole[:length], proposal.candidates[:, 0]) for length, proposal in recorder]
-        return results
+        return _require_drafts(results)
+
+
+def _require_drafts(results: list[Drafts]) -> list[Drafts]:
+    """Returns texts with their drafts, if there are any."""
+    if not results:
+        raise NotRunError("no prompt and context are long enough to draft in; pass prompts of two tokens or more")
+    return results
 
 
 def compare_decoding(bundle: Bundle, texts: Sequence[list[int]], max_tokens: int, progress: Progress) -> Outcome:
