@@ -50,7 +50,7 @@ def test_no_weight_is_stored_twice(tmp_path, precision):
 def test_layers_it_cannot_have_are_refused(tmp_path, cli):
     target = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
     for count in (0, 2):
-        with pytest.raises(BuildError, match=f"layers is {count}, but .* has 2 layers; expected 1 to 1|>= 1"):
+        with pytest.raises(BuildError, match=f"layers is {count}, but .* has 2 layers; expected fewer|>= 1"):
             build(BuildOptions(target=str(target), output=tmp_path / "out", methods=f"self_draft:{count}"))
     assert not (tmp_path / "out").exists()
     words = ["build", "--target", target, "-o", tmp_path / "out", "--max-seq-len", "128"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specexport.contract.errors import BuildError
+from specexport.contract.values import counted
 from specexport.exporter import compose, trace
 from specexport.exporter.build_state import BuildPlan
 from specexport.exporter.checkpoints.checkpoint import Checkpoint
@@ -23,8 +24,8 @@ class SelfDraftExporter(MethodExporter[SelfDraftOptions, SelfDraft]):
     def resolve(self, options: SelfDraftOptions, target: TargetInfo) -> SelfDraft:
         if options.layers >= target.layers:
             raise BuildError(
-                f"self_draft: layers is {options.layers}, but {target.path} has {target.layers} layers; expected 1 to "
-                f"{target.layers - 1}"
+                f"self_draft: layers is {options.layers}, but {target.path} has {counted(target.layers, 'layer')}; "
+                "expected fewer"
             )
         return SelfDraft(trees=(), layers=options.layers, candidates=min(MAX_CANDIDATES, target.vocab))
 
