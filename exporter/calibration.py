@@ -68,7 +68,7 @@ def calibration_text(path: Path | None) -> str:
     try:
         if path.stat().st_size > _MAX_FILE:
             raise BuildError(f"{path}: {path.stat().st_size} bytes of calibration data; expected at most {_MAX_FILE}")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BuildError(f"{path}: {reason}; expected text or JSON lines (calibration_data)") from error

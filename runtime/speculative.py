@@ -15,6 +15,7 @@ from specexport.contract.methods import (
     for_bundle,
     method_name,
     method_type,
+    options_type,
     read_method,
     text_methods,
     verified_widths,
@@ -103,9 +104,10 @@ def _options(name: object, keys: Mapping[str, Any]) -> MethodOptions:
         kind = method_type(name)
         fixed = next((key for key in keys if kind.needs_graph or key == "trees" or key in kind.engine_keys), None)
         if fixed is not None:
+            unknown = fixed not in options_type(kind).__struct_fields__
+            fault = "is unknown" if unknown else "is set when the bundle is built or opened"
             raise RequestError(
-                f"speculative: {fixed!r} of method {name!r} is set when the bundle is built or opened; a request may "
-                f"say {', '.join(_KEYS)}",
+                f"speculative: {fixed!r} of method {name!r} {fault}; a request may say {', '.join(_KEYS)}",
                 param="speculative",
             )
         return read_method({"method": name, **keys}, "speculative")

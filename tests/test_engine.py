@@ -364,6 +364,20 @@ def test_a_closed_engine_refuses_requests(bundle):
     loaded.close()
 
 
+def test_an_error_of_a_signals_handler_stays_what_it_is(bundle, monkeypatch):
+    """Handlers run when onnxruntime returns, so that their errors seem to be its own."""
+
+    def raising(*_: Any) -> None:
+        raise TimeoutError("too slow")
+
+    with Engine.load(bundle(NAME), threads=1) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr("onnxruntime.InferenceSession.run_with_iobinding", raising)
+            with pytest.raises(TimeoutError, match="too slow"):
+                engine.generate(PROMPT, GREEDY)
+        assert len(engine.generate(PROMPT, GREEDY).token_ids) == 24
+
+
 def test_closing_ends_this_threads_own_stream(bundle):
     def leave_early() -> Stream:
         with Engine.load(bundle(NAME), threads=1) as loaded:
@@ -417,6 +431,9 @@ def test_k_is_chosen_per_request(llama):
         assert done.stats.drafted == k * done.stats.steps_with_draft
     with pytest.raises(RequestError, match=r"num_speculative_tokens is 3.* 1, 2, 4, 7"):
         llama.generate(PROMPT, GREEDY, {"num_speculative_tokens": 3})
+    for key, fault in (("num_spec_tokens", "is unknown"), ("model", "is set when the bundle is built")):
+        with pytest.raises(RequestError, match=f"{key!r} of method 'draft_model' {fault}.*num_speculative_tokens"):
+            llama.generate(PROMPT, GREEDY, {"method": "draft_model", key: 3})
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED.replace(seed=1), SAMPLED.replace(seed=2, max_tokens=77)], ids=str)

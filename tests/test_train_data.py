@@ -76,6 +76,13 @@ def test_a_template_that_forgets_gives_a_document_an_answer(tmp_path):
     assert learnt_texts(windows) == ["thought four</s>", "thought three</s>"]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    content = {"a.txt": "new", "a.jsonl": '{"text": "new"}', "a.json": '[{"text": "new"}]'}[name]
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert learnt_texts(read_windows([tmp_path / name], with_template(PLAIN), seq_len=8, seed=0)) == ["new</s>"]
+
+
 def test_leading_answers_are_dropped_and_json_lists_are_read(tmp_path):
     file = tmp_path / "chats.json"
     begun = {"messages": [{"role": "assistant", "content": "first"}, *OPENAI["messages"][:2]]}

@@ -8,6 +8,7 @@ learned.
 from __future__ import annotations
 
 import hashlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,6 +201,7 @@ def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
         raise TrainError(f"{path}: {size} bytes; expected at most {MAX_WHOLE}. Split it, or make it JSON Lines")
     if lines:
         with path.open("rb") as file:
+            file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
                 if len(line) > MAX_LINE:
                     raise TrainError(
@@ -209,7 +211,9 @@ def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
                     yield from _row(line, f"{path}:{number}")
     elif path.suffix.lower() == ".json":
         try:
-            rows: list[msgspec.Raw] = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
+            rows: list[msgspec.Raw] = msgspec.json.decode(
+                path.read_bytes().removeprefix(BOM_UTF8), type=list[msgspec.Raw]
+            )
         except UNREADABLE as error:
             raise TrainError(
                 f"{path}: {explained(error)}; its items are objects with text, conversations or messages"
@@ -218,7 +222,7 @@ def _read(path: Path) -> Iterator[tuple[str, str | _Chat]]:
             yield from _row(bytes(raw), f"{path}[{number}]")
     else:
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise TrainError(f"{path}: not a text in UTF-8 ({error.reason} at byte {error.start})") from error
         if text:

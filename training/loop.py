@@ -149,7 +149,7 @@ def train(
                 state["seconds"] = time.monotonic() - began
                 summary = " ".join(filter(None, (_words(state["running"]), evaluation)))
                 with bar.external_write_mode():  # printed above the bar
-                    log(f"{name}: step {state['step']} {summary} after {state['seconds']:.0f} s")
+                    log(f"{name}: step {state['step']}/{schedule.steps} {summary} after {state['seconds']:.0f} s")
                 entry = {"step": state["step"], **state["running"]}
                 state["history"].append(entry | ({"evaluation": evaluation} if evaluation else {}))
                 trained = {key: value.detach() for key, value in parameters.items()}

@@ -35,9 +35,9 @@ _OPENING = [name for name in options(EngineOptions) if name not in options(Build
 
 
 def read_text(path: Path, expected: str) -> str:
-    """The text of a file that a flag names."""
+    """The text of a file that a flag names, without a byte-order mark."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path}: {getattr(error, 'strerror', None) or error}; expected {expected}") from error
 
