@@ -307,6 +307,7 @@ def parsed_methods(*words: str) -> tuple[MethodOptions, ...]:
         ("ngram", {"method": "ngram"}),
         ("ngram:4", {"method": "ngram", "num_speculative_tokens": 4}),
         ("ngram:prompt_lookup_max=4", {"method": "ngram", "prompt_lookup_max": 4}),
+        ("ngram,prompt_lookup_max=4", {"method": "ngram", "prompt_lookup_max": 4}),
         (
             "ngram:prompt_lookup_max=5,prompt_lookup_min=2,num_speculative_tokens=8,num_speculative_tokens=4",
             {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 2, "num_speculative_tokens": [8, 4]},
@@ -388,6 +389,7 @@ def test_every_method_has_a_flag():
         (["--method", "magic"], "--method magic: method is 'magic'; expected one of dflash, draft_model, eagle3"),
         (["--method", "ngram:prompt_lookup_max=many"], "prompt_lookup_max is a text; expected a whole number"),
         (["--method", "ngram:prompt_lookup_max=3,5"], "'5' is not key=value"),
+        (["--method", "ngram,3"], "'3' is not key=value"),
         (["--method", "ngram", "--method", "ngram:4"], "--method ngram: it was given twice"),
         (["--method", "ngram", "--ngram"], "--method ngram: it was given twice"),
         (["--draft-medusa", "h"], "--draft-medusa was given without --draft"),

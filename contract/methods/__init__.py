@@ -160,17 +160,17 @@ def listed(config: Any) -> tuple[Mapping[str, Any] | MethodOptions | str, ...]:
 
 
 def parse_method(text: str) -> MethodOptions:
-    """Parses ``NAME``, ``NAME:VALUE``, ``NAME:key=value,...``, or both: ``medusa:heads/,trees=mc_sim_7b_63``.
+    """Parses ``NAME``, ``NAME:VALUE``, ``NAME,key=value,...``, or both: ``medusa:heads/,trees=mc_sim_7b_63``.
 
-    VALUE is the value of the method's main key. A repeated key has several values.
+    VALUE is the value of the method's main key. A colon may precede keys too. A repeated key has several values.
     """
-    name, _, rest = text.partition(":")
+    name, separator, rest = (*re.split("([:,])", text, maxsplit=1), "", "")[:3]
     mapping: dict[str, Any] = {"method": name}
     value: list[str] = []
     for word in rest.split(",") if rest else ():
         key, equals, text_value = word.partition("=")
         if not equals or not re.fullmatch(r"[a-z_]+", key):
-            if len(mapping) > 1:
+            if len(mapping) > 1 or separator == ",":
                 raise BuildError(f"--method {text}: {word!r} is not key=value")
             value.append(word)
         elif key in mapping:
