@@ -145,8 +145,10 @@ def snapshot(copy: Path) -> Path:
     return cached_as_the_hub_does(copy, copy.parent / "models--owner--name")
 
 
-def test_a_bundle_of_links_drafts_the_same(copy, snapshot, tmp_path):
+@pytest.mark.parametrize("kernels", ["1", "0"])
+def test_a_bundle_of_links_drafts_the_same(copy, snapshot, tmp_path, monkeypatch, kernels):
     """Links into the hub's cache and hard links, of a draft whose weights are within a loop."""
+    monkeypatch.setenv("SPECEXPORT_KERNELS", kernels)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     deeper = cached_as_the_hub_does(copy, tmp_path / "models--owner--several", "int8")
     (tmp_path / "link").symlink_to(snapshot)

@@ -156,9 +156,9 @@ class OnnxRuntimeGraph(Graph):
                 binding.bind_ortvalue_input(name, self._ort.OrtValue.ortvalue_from_numpy(array))
         try:
             self._session.run_with_iobinding(binding)
-        except BackendError:
-            raise
         except Exception as error:  # onnxruntime's exceptions share no public base
+            if type(error) is not RuntimeError and not type(error).__module__.startswith("onnxruntime"):
+                raise  # such as a TimeoutError of a signal's handler
             raise BackendError(f"{self._path}: onnxruntime failed to run the graph: {error}; build it again") from error
         if tensors.KNOWN_TOKENS in arrays.inputs:
             self._states.advance(slots, past, arrays.inputs[tensors.KNOWN_TOKENS].tolist())

@@ -25,6 +25,8 @@ OpenGraph = Callable[[Path], Any]
 OpenCached = Callable[[Path, OpenGraph, Any], Any]
 """Opens a session of a graph through a cache, given how to open one, and its options."""
 _GRAPH, _WEIGHTS = "graph.onnx", "weights.bin"
+_FORM = "2"
+"""Part of the key of cached graphs: earlier versions cached drafts without the weights that links led to."""
 _FREE_SPACE = 4
 """Free disk space that caching a graph requires, as a multiple of its size."""
 _OUT_OF_MEMORY = ("bad_alloc", "Cannot allocate memory", "Resource temporarily unavailable")
@@ -125,9 +127,8 @@ def open_cached(bundle: Bundle, model: Model, name: str, options: BackendOptions
     """
     lowering, weights, cache, files = bundle.manifest.lowering, model.precision.weights, None, bundle.files_hash
     if lowering == "native" and weights in ("int8", "int4", "stored"):
-        cache = partial(
-            _open_optimized, about=(files, name, import_onnxruntime(lowering).__version__), keep=options.keep
-        )
+        about = files, name, import_onnxruntime(lowering).__version__, _FORM
+        cache = partial(_open_optimized, about=about, keep=options.keep)
     packed, threads = PackedWeights.of(files, options.keep), options.threads or available_cores()
     return open_session(bundle.file(name), threads, lowering, weights, cache, packed)
 
