@@ -16,7 +16,8 @@ from specexport.graphs.ops import EXPERTS_DOMAIN
 _MANY, _GROUP = 32, 4
 """From so many experts on, an If around every few of them saves most Ifs of those that no token chose: each costs some
 6 microseconds."""
-_Route = dict[str, ir.Value]
+_Routes = dict[str, ir.Value]
+"""Of some experts: by how many tokens each was chosen (``count``), by which (``chosen``), and with which ``shares``."""
 
 
 def lower_experts(model: ir.Model, *, branches: bool) -> None:
@@ -45,10 +46,10 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     count = _sizes(next(iter(stacks.values())))[0]
     axis = constant(graph, "experts.2", np.array([2]))
 
-    def add_expert(nodes: Nodes, total: ir.Value, expert: int, route: _Route) -> ir.Value:
+    def add_expert(nodes: Nodes, total: ir.Value, expert: int, route: _Routes) -> ir.Value:
+        """The total ``[N,H]`` with what one expert adds to its tokens."""
         branch = Nodes(f"{name}.{expert}")
-        # [1,M]: the expert's tokens.
-        _, token = branch.outputs("TopK", [route["chosen"], route["rows"]], ["best", "token"])
+        _, token = branch.outputs("TopK", [route["chosen"], route["count"]], ["best", "token"])  # [1,count]
         matrices = {stack: _expert(stack, expert, read) for stack in stacks.values()}
         mapped: dict[Any, ir.Value] = {value: matrices[stack] for value, stack in stacks.items()}
         mapped[rows] = branch.op("Gather", [hidden, token], "rows", axis=0)
@@ -65,7 +66,8 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
         summed = branch.op("ScatterND", [total, place, weighted], "sum", reduction="add")
         return _if(nodes, route["used"], total, branch, summed, matrices.values())
 
-    def add_experts(nodes: Nodes, total: ir.Value, first: int, number: int, routes: _Route) -> ir.Value:
+    def add_experts(nodes: Nodes, total: ir.Value, first: int, number: int, routes: _Routes) -> ir.Value:
+        """The total with what several experts add, one after another, so that the order of sums is theirs."""
         for expert, route in enumerate(_divided(graph, nodes, routes, number, 1), first):
             total = add_expert(nodes, total, expert, route)
         return total
@@ -83,11 +85,8 @@ def _branches(graph: ir.Graph, node: ir.Node) -> ir.Value:
     return total
 
 
-def _routes(graph: ir.Graph, nodes: Nodes, index: ir.Value, weights: ir.Value, experts: int) -> _Route:
-    """How many tokens chose each expert, ``[E]``, which, and their shares, ``[E,N]``.
-
-    ``index`` and ``weights`` are the experts of each token and their weights, ``[N,k]``.
-    """
+def _routes(graph: ir.Graph, nodes: Nodes, index: ir.Value, weights: ir.Value, experts: int) -> _Routes:
+    """The routes of all experts: ``[E]`` and ``[E,N]`` from the experts of each token and their weights, ``[N,k]``."""
     ids = constant(graph, f"experts.ids.{experts}", np.arange(experts)[:, None, None])
     same = nodes.op("Equal", [index, ids], "same")
     selected = nodes.op("Cast", [same], "chose", to=ir.DataType.FLOAT.value)  # [E,N,k]
@@ -95,12 +94,13 @@ def _routes(graph: ir.Graph, nodes: Nodes, index: ir.Value, weights: ir.Value, e
     chosen = nodes.op("ReduceMax", [selected, last], "chosen", keepdims=0)  # [E,N]
     shares = nodes.op("ReduceSum", [weighted, last], "shares", keepdims=0)
     counts = nodes.op("ReduceSum", [chosen, rows], "counts", keepdims=0)
-    return {"rows": nodes.op("Cast", [counts], "rows", to=ir.DataType.INT64.value), "chosen": chosen, "shares": shares}
+    count = nodes.op("Cast", [counts], "count", to=ir.DataType.INT64.value)
+    return {"count": count, "chosen": chosen, "shares": shares}
 
 
-def _divided(graph: ir.Graph, nodes: Nodes, routes: _Route, parts: int, size: int) -> Iterator[_Route]:
-    """Equal parts of what is known about ``parts * size`` experts, each with whether any of its experts is used."""
-    most = routes["rows"]
+def _divided(graph: ir.Graph, nodes: Nodes, routes: _Routes, parts: int, size: int) -> Iterator[_Routes]:
+    """The routes of ``parts * size`` experts in equal parts, each with whether a token chose one of them (``used``)."""
+    most = routes["count"]
     if size > 1:
         apart = constant(graph, f"experts.of.{size}", np.array([parts, size]))
         by_part = nodes.op("Reshape", [most, apart], f"{most.name}.by_part")
