@@ -89,7 +89,9 @@ class StatesDraftExporter(MethodExporter[StatesDraftOptions, S]):
         source, positions = self.source(method, build.options.target), build.max_positions
         with build.during(f"loading the {method.draft_name}"):
             draft = load_draft(self.read(source), build.source, positions, family=method.role, source=source)
-        if build.options.draft_storage.kind == "int4":  # rows that are looked up have 8 bits: twice as much to read
+        # Tied only if the target stores the same. At int4 rows to look up have 8 bits, twice as much to read.
+        kind = build.options.draft_storage.kind
+        if kind == "int4" or kind != build.options.target_storage.kind:
             draft.model.lm_head.weight = torch.nn.Parameter(draft.model.lm_head.weight.clone(), requires_grad=False)
         return draft
 
