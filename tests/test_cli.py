@@ -6,11 +6,13 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -221,6 +223,16 @@ def test_a_method_that_a_model_is_built_without_is_refused_before_the_build(meth
     shown = cli("run", target, "-p", "one", "--method", method, status=2).err
     assert f"--method is {method!r}, but {target} would be built without it" in shown
     assert f"--speculative-config {method}" in shown
+
+
+@pytest.mark.parametrize(("name", "warned"), [("llama-near", True), ("gemma2-self", False)])
+def test_a_draft_that_is_not_smaller_than_its_target_is_warned_of(bundle, tmp_path, cli, monkeypatch, name, warned):
+    def build(options, *_):
+        shutil.copytree(bundle(name), options.output)
+
+    monkeypatch.setattr("specexport.commands.build.exporter", lambda: SimpleNamespace(build=build))
+    shown = cli("build", "--target", "small", "--draft", "large", "-o", tmp_path / "out").err
+    assert ("warning: the draft has " in shown and "(were they swapped?)" in shown) == warned
 
 
 @pytest.mark.exporter

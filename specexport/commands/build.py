@@ -66,6 +66,12 @@ def build_command(arguments: argparse.Namespace) -> int:
     show(*map(render, reports), *summary(output, manifest))
     warn_of_settings(manifest)
     for role, model in manifest.models.items():
+        if role != "target" and model.parameters >= manifest.target.parameters:
+            print(
+                f"warning: the {manifest.model_names[role]} has {model.parameters:,} parameters and the target "
+                f"{manifest.target.parameters:,}; a draft pays if it is several times smaller (were they swapped?)",
+                file=sys.stderr,
+            )
         before = model.precision.quantized_before
         if before is not None and before.converted_rms_error is not None:
             name, weights = manifest.model_names[role], model.precision.weights
