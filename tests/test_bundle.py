@@ -489,7 +489,7 @@ def test_fields_that_contradict_others_are_named(copy, place, value, reason):
         ("qwen3-lookahead", {"trees": [[[0], [0, 0]]]}, "does not consist of chains of 3 below the root"),
         ("qwen3-lookahead", {"ngram": 5}, "does not consist of chains of 4 below the root"),
         ("qwen3-lookahead", {"window": 1}, "window 1, with n-grams of 4; the window fills only with 2"),
-        ("qwen3-lookahead", {"window": 100}, "312 nodes a step, at most 128 are verified"),
+        ("qwen3-lookahead", {"window": 100}, "312 nodes a step, at most 256 are verified"),
         ("qwen3-lookahead", {"window": 6}, "no shape point of the target has"),
         ("qwen3-lookahead", {"ngram": 1}, "not a valid manifest"),
     ],
