@@ -258,7 +258,7 @@ WRONG_KINDS: dict[str, tuple[Any, ...]] = {
     "target.graph.points.0.cache": (-1,),
     "methods.0.method": (3,),
     "methods.0.trees": (None,),
-    "methods.0.trees.0.0.0": (-1, 128, "0"),
+    "methods.0.trees.0.0.0": (-1, 256, "0"),
     "methods.0.candidates": (0,),
     "tokenizer.eos_token_ids": ([-1],),
     "tokenizer.special_tokens": ({"bos_token": 3},),
