@@ -41,12 +41,12 @@ void zip(Frame& frame, const Step& step, Type type, Function function) {
   const View &a = frame[step.inputs[0]], &b = frame[step.inputs[1]];
   const Broadcast<2> both(a, b);
   const View& y = frame.create(step.outputs[0], type, both.dims);
-  const int64_t size = both.size(), rows = y.rows(), step_a = both.step(0), step_b = both.step(1);
-  for (int64_t r = 0; r < rows; r++) {
-    const A *from = a.as<A>() + both.offset(0, r), *other = b.as<A>() + both.offset(1, r);
-    Y* to = y.as<Y>() + r * size;
-    for (int64_t i = 0; i < size; i++) to[i] = Y(function(from[i * step_a], other[i * step_b]));
-  }
+  const int64_t step_a = both.step(0), step_b = both.step(1);
+  both.runs(0, y.count(), [&](int64_t first, int64_t count, const auto& at) {
+    const A *from = a.as<A>() + at[0], *other = b.as<A>() + at[1];
+    Y* to = y.as<Y>() + first;
+    for (int64_t i = 0; i < count; i++) to[i] = Y(function(from[i * step_a], other[i * step_b]));
+  });
 }
 
 enum class Comparison { kLess, kLessOrEqual, kGreater, kGreaterOrEqual, kEqual };
@@ -150,15 +150,19 @@ class Where : public Step {
     const View &condition = frame[inputs[0]], &a = frame[inputs[1]], &b = frame[inputs[2]];
     const Broadcast<3> all(condition, a, b);
     const View& y = frame.create(outputs[0], a.type, all.dims);
-    const int64_t size = all.size(), rows = y.rows();
+    const int parts = parts_of(frame, y.count(), 16384);
     with_type(a.type, [&](auto number) {
       using T = decltype(number);
-      for (int64_t r = 0; r < rows; r++) {
-        const uint8_t* is = condition.as<uint8_t>() + all.offset(0, r);
-        const T *from = a.as<T>() + all.offset(1, r), *other = b.as<T>() + all.offset(2, r);
-        T* to = y.as<T>() + r * size;
-        for (int64_t i = 0; i < size; i++) to[i] = is[i * all.step(0)] ? from[i * all.step(1)] : other[i * all.step(2)];
-      }
+      const auto choose = [&](int64_t first, int64_t count, const auto& at) {
+        const uint8_t* is = condition.as<uint8_t>() + at[0];
+        const T *from = a.as<T>() + at[1], *other = b.as<T>() + at[2];
+        T* to = y.as<T>() + first;
+        const size_t chosen = *is ? 1 : 2;
+        if (all.step(0) == 0 && all.step(chosen) == 1) std::copy_n(*is ? from : other, count, to);  // such as a state
+        else
+          for (int64_t i = 0; i < count; i++) to[i] = is[i * all.step(0)] ? from[i * all.step(1)] : other[i * all.step(2)];
+      };
+      frame.team.split(parts, [&](int p) { all.runs(y.count() * p / parts, y.count() * (p + 1) / parts, choose); });
     });
   }
 };

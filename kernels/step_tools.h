@@ -69,28 +69,58 @@ inline std::vector<int64_t> broadcast_dims(std::initializer_list<const View*> vi
   return dims;
 }
 
-// N views in a common shape, in rows of its last dimension.
+// N views in a common shape. Neighbouring dimensions that all views go through like one count as one, so that there are
+// few runs of elements at equal distances.
 template <size_t N>
 struct Broadcast {
+  using Places = std::array<int64_t, N>;  // an element's offset in each view
+
   template <typename... Views>
   explicit Broadcast(const Views&... views) : dims(broadcast_dims({&views...})) {
-    size_t i = 0;
-    (broadcast(views, dims, strides[i++].data()), ...);
-  }
-  int64_t size() const { return dims.empty() ? 1 : dims.back(); }
-  // Elements between neighbours of a row: 0 where a view repeats one.
-  int64_t step(size_t view) const { return dims.empty() ? 0 : strides[view][dims.size() - 1]; }
-  int64_t offset(size_t view, int64_t row) const {
-    int64_t at = 0;
-    for (int i = int(dims.size()) - 2; i >= 0; i--) {
-      at += row % dims[size_t(i)] * strides[view][size_t(i)];
-      row /= dims[size_t(i)];
+    std::array<std::array<int64_t, kMostDims>, N> each;
+    size_t v = 0;
+    (broadcast(views, dims, each[v++].data()), ...);
+    for (size_t i = dims.size(); i-- > 0;) {
+      if (dims[i] == 1) continue;
+      bool joins = depth_ > 0;
+      for (v = 0; joins && v < N; v++) joins = each[v][i] == strides_[depth_ - 1][v] * lengths_[depth_ - 1];
+      if (joins) {
+        lengths_[depth_ - 1] *= dims[i];
+        continue;
+      }
+      lengths_[depth_] = dims[i];
+      for (v = 0; v < N; v++) strides_[depth_][v] = each[v][i];
+      depth_++;
     }
-    return at;
+    if (depth_ == 0) depth_ = 1;  // a single element
+  }
+
+  // Elements between neighbours of a run: 0 where a view repeats one.
+  int64_t step(size_t view) const { return strides_[0][view]; }
+
+  // Calls function(first element, count, Places) for each run from one element to another.
+  template <typename Function>
+  void runs(int64_t from, int64_t to, Function function) const {
+    while (from < to) {
+      int64_t rest = from / lengths_[0];
+      const int64_t inner = from % lengths_[0], count = std::min(lengths_[0] - inner, to - from);
+      Places at;
+      for (size_t v = 0; v < N; v++) at[v] = inner * strides_[0][v];
+      for (size_t i = 1; i < depth_; i++) {
+        for (size_t v = 0; v < N; v++) at[v] += rest % lengths_[i] * strides_[i][v];
+        rest /= lengths_[i];
+      }
+      function(from, count, at);
+      from += count;
+    }
   }
 
   const std::vector<int64_t> dims;
-  std::array<std::array<int64_t, kMostDims>, N> strides;
+
+ private:  // the innermost dimension first
+  size_t depth_ = 0;
+  std::array<int64_t, kMostDims> lengths_ = {1};
+  std::array<Places, kMostDims> strides_ = {};
 };
 
 inline const Value& input(const Graph& graph, const Node& node, size_t index) {

@@ -318,12 +318,12 @@ class BinaryStep : public Step {
     if (strided.step(1) > 1) b = frame.packed(b);
     const Broadcast<2> both(a, b);
     View& y = frame.create(outputs[0], a.type, both.dims);
-    const int64_t size = both.size(), rows = y.rows();
-    const int parts = rows > 1 ? parts_of(frame, y.count(), 8192) : 1;
+    const int parts = parts_of(frame, y.count(), 8192);
     frame.team.split(parts, [&](int p) {
-      for (int64_t r = rows * p / parts; r < rows * (p + 1) / parts; r++)
-        frame.kernels.binary(function_, a.floats() + both.offset(0, r), int(both.step(0)), b.floats() + both.offset(1, r),
-                             int(both.step(1)), y.floats() + r * size, size_t(size));
+      both.runs(y.count() * p / parts, y.count() * (p + 1) / parts, [&](int64_t first, int64_t count, const auto& at) {
+        frame.kernels.binary(function_, a.floats() + at[0], int(both.step(0)), b.floats() + at[1], int(both.step(1)),
+                             y.floats() + first, size_t(count));
+      });
     });
   }
 
