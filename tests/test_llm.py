@@ -73,8 +73,9 @@ def test_errors_and_outputs_pass_between_processes_and_engines_say_that_they_do_
 
 
 FORKED = """
-import os, sys
+import os, sys, warnings
 from specexport import LLM, SamplingParams
+warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 and later: onnxruntime has threads
 options = {"threads": 2, "calibrate": False}
 llm = LLM(sys.argv[1], **options)
 def text():
