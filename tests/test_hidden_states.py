@@ -179,8 +179,11 @@ def test_a_tied_head_is_stored_once(tmp_path, method, precision, lowering):
     graph = ir.load(out / f"{method}.onnx").graph
     constants = [value.const_value for each in (graph, *graph.subgraphs()) for value in each.initializers.values()]
     tables = [each for each in constants if each.size > VOCAB and each.name.startswith(("embed_tokens", "lm_head"))]
-    own = {("dflash.bin", "lm_head")} if precision == "int4" else set()
-    assert {(each.location, each.name.partition(".")[0]) for each in tables} == {("target.bin", "embed_tokens"), *own}
+    draft_tables = {("dflash.bin", "lm_head")} if precision == "int4" else set()
+    assert {(each.location, each.name.partition(".")[0]) for each in tables} == {
+        ("target.bin", "embed_tokens"),
+        *draft_tables,
+    }
     shared = {each.offset: each.nbytes for each in constants if getattr(each, "location", None) == "target.bin"}
     assert read_manifest(out).models[method].shared_bytes == sum(shared.values())
     with Engine.load(out, threads=1) as engine:

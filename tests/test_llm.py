@@ -250,7 +250,9 @@ def test_configurations_of_vllm_select_methods():
 
 
 def test_a_config_may_name_several_methods_the_default_first():
-    ngram, suffix, draft = (read_method(one) for one in ({"method": "ngram"}, {"method": "suffix"}, {"model": "d"}))
+    ngram, suffix, draft = (
+        read_method(config) for config in ({"method": "ngram"}, {"method": "suffix"}, {"model": "d"})
+    )
     assert read_methods([{"method": "ngram"}, "suffix", {"model": "d"}]) == (ngram, suffix, draft)
     assert read_methods('[{"method": "ngram"}, {"model": "d"}]') == (ngram, draft)
 
